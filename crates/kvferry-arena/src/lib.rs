@@ -1,0 +1,1 @@
+//! Registered memory: sealed memfd arenas, page generations, the strided row copier.

@@ -1,0 +1,1 @@
+//! CPU engine: models, loaders, pools, rank groups, scheduler; defines the HandOff trait.

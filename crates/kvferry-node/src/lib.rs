@@ -1,0 +1,1 @@
+//! Drives sessions over transports with tokio.

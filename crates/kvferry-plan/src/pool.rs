@@ -1,0 +1,120 @@
+//! Where a row lies in a rank's arena: the only place that knows byte offsets.
+
+use alloc::vec::Vec;
+
+use crate::{Bytes, CacheShape, LayerId, PageId, Part, Placement, PlacementError, RankId, Row};
+
+/// Regions start on a page of the operating system.
+const ALIGN: u64 = 4096;
+
+/// The rows of one layer and part: `[pages, page_size, row bytes]`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Region {
+    /// The layer.
+    pub layer: LayerId,
+    /// The part.
+    pub part: Part,
+    /// Offset of row 0 in the arena.
+    pub offset: Bytes,
+    /// Bytes of one row.
+    pub row_bytes: Bytes,
+    /// Number of rows, `pages * page_size`.
+    pub rows: u64,
+}
+
+impl Region {
+    /// Offset of `row` in the arena, or `None` past the last row.
+    #[must_use]
+    pub fn row_offset(&self, row: Row) -> Option<Bytes> {
+        (row.0 < self.rows).then(|| Bytes(self.offset.0 + row.0 * self.row_bytes.0))
+    }
+}
+
+/// The layout of one rank's arena: one generation word per page, then one region per (layer, part).
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PoolLayout {
+    pages: u32,
+    regions: Vec<Region>,
+    len: Bytes,
+}
+
+impl PoolLayout {
+    /// The pool of `rank` with `pages` pages.
+    ///
+    /// # Errors
+    /// When the placement does not describe the shape, or the sizes overflow.
+    ///
+    /// ```
+    /// use kvferry_plan::{CacheShape, Dtype, LayerId, Part, Placement, PoolLayout, RankId, Row};
+    /// let shape = CacheShape::mla(2, 576);
+    /// let place = Placement::single(&shape, 16, Dtype::Bf16);
+    /// let pool = PoolLayout::new(&shape, &place, RankId(0), 8).unwrap();
+    /// let region = pool.region(LayerId(1), Part::Latent).unwrap();
+    /// assert_eq!(region.row_bytes.0, 1152);
+    /// assert_eq!(region.row_offset(Row(1)).unwrap().0, region.offset.0 + 1152);
+    /// assert_eq!(region.row_offset(Row(8 * 16)), None);
+    /// ```
+    pub fn new(
+        shape: &CacheShape,
+        placement: &Placement,
+        rank: RankId,
+        pages: u32,
+    ) -> Result<Self, PlacementError> {
+        placement.check(shape)?;
+        let too_large = || PlacementError("the pool is larger than an address space".into());
+        let align = |n: u64| n.checked_next_multiple_of(ALIGN).ok_or_else(too_large);
+        let mut at = align(u64::from(pages) * 8)?;
+        let mut regions = Vec::new();
+        for part in &shape.parts {
+            let Some(layout) = placement.part(part.part) else { continue };
+            let row_bytes = placement.row_bytes(part, rank);
+            let rows = u64::from(pages) * u64::from(layout.page_size);
+            let bytes = rows.checked_mul(row_bytes.0).ok_or_else(too_large)?;
+            for layer in placement.layers(part, rank) {
+                regions.push(Region { layer, part: part.part, offset: Bytes(at), row_bytes, rows });
+                at = align(at.checked_add(bytes).ok_or_else(too_large)?)?;
+            }
+        }
+        regions.sort_unstable_by_key(|r| (r.layer, r.part));
+        Ok(Self { pages, regions, len: Bytes(at) })
+    }
+
+    /// Pages of the pool.
+    #[must_use]
+    pub fn pages(&self) -> u32 {
+        self.pages
+    }
+
+    /// Bytes of the arena.
+    #[must_use]
+    pub fn len(&self) -> Bytes {
+        self.len
+    }
+
+    /// True when the arena holds not even a generation word.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.len.0 == 0
+    }
+
+    /// Offset of the generation word (u64, native endian) of `page`.
+    #[must_use]
+    pub fn generation_offset(&self, page: PageId) -> Option<Bytes> {
+        (page.0 < self.pages).then(|| Bytes(u64::from(page.0) * 8))
+    }
+
+    /// The region of a layer and part, if this rank holds it.
+    #[must_use]
+    pub fn region(&self, layer: LayerId, part: Part) -> Option<&Region> {
+        self.regions
+            .binary_search_by_key(&(layer, part), |r| (r.layer, r.part))
+            .ok()
+            .map(|i| &self.regions[i])
+    }
+
+    /// All regions, by layer and part.
+    #[must_use]
+    pub fn regions(&self) -> &[Region] {
+        &self.regions
+    }
+}

@@ -1,0 +1,1 @@
+//! HTTP face of an instance: prefill, decode and registry roles, admin endpoints.

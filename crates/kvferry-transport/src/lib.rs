@@ -1,0 +1,1 @@
+//! The transport trait, mem, shm and tcp, and the public contract suite.

@@ -1,0 +1,1 @@
+//! Facade and the one binary.
