@@ -226,3 +226,37 @@ impl fmt::Display for TokenRange {
         write!(f, "{}..{}", self.start, self.end)
     }
 }
+
+/// Who is at fault for an error, and so who can do something about it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Encode, Decode, Serialize, Deserialize)]
+#[cbor(index_only)]
+#[serde(rename_all = "snake_case")]
+pub enum Blame {
+    /// The caller asked for something impossible.
+    #[n(0)]
+    Caller,
+    /// The peer is honest but cannot be served together with us.
+    #[n(1)]
+    PeerIncompatible,
+    /// The peer broke the protocol, went silent or died.
+    #[n(2)]
+    PeerMisbehaved,
+    /// The machine: files, memory, ports.
+    #[n(3)]
+    Environment,
+    /// Our own defect.
+    #[n(4)]
+    Us,
+}
+
+impl fmt::Display for Blame {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Caller => "caller",
+            Self::PeerIncompatible => "peer incompatible",
+            Self::PeerMisbehaved => "peer misbehaved",
+            Self::Environment => "environment",
+            Self::Us => "internal",
+        })
+    }
+}

@@ -27,8 +27,8 @@ mod table;
 pub use descriptor::{Descriptor, Mismatch, PROTOCOL};
 pub use digest::{PartDigest, UnitId};
 pub use ids::{
-    Attempt, Bytes, Generation, HeadId, Incarnation, InstanceId, LayerId, PageId, RankId, RoomId, RoomKey,
-    Row, Token, TokenRange,
+    Attempt, Blame, Bytes, Generation, HeadId, Incarnation, InstanceId, LayerId, PageId, RankId, RoomId,
+    RoomKey, Row, Token, TokenRange,
 };
 pub use placement::{
     PartLayout, Placement, PlacementError, RankCoords, Replica, TokenMap, shard, shard_replicated,
