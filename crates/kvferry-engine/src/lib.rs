@@ -1,1 +1,4 @@
-//! CPU engine: models, loaders, pools, rank groups, scheduler; defines the HandOff trait.
+//! CPU engine: models, loaders, KV pools, rank groups and a scheduler.
+
+pub mod checkpoint;
+pub mod math;

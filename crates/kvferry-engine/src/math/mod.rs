@@ -1,0 +1,1 @@
+//! Kernels: matrix products, norms, rotary tables, attention; scalar and SIMD twins.
