@@ -1,1 +1,34 @@
-//! Who is there: leased membership over HTTP.
+//! Who is there: leased membership over HTTP, with JSON that a person can read.
+//!
+//! An instance registers a [`Member`] and renews it by heartbeat; one that falls silent for a lease is gone. The
+//! rules live in [`Store`], which is told the time and does no I/O; [`router`] puts it behind HTTP, [`Client`]
+//! asks over HTTP and [`Registration`] keeps one member registered, whichever process starts first.
+//!
+//! | request | answer |
+//! |---|---|
+//! | `PUT /v1/members/{instance}` with a [`Member`] | 200 [`Granted`]; 409 when an older start, or another record, asks |
+//! | `POST /v1/members/{instance}/heartbeat` with a [`Heartbeat`] | 200 [`Granted`]; 404: register again |
+//! | `GET /v1/members` | 200 [`Members`] |
+//! | `DELETE /v1/members/{instance}` with a [`Heartbeat`] | 204, also when nobody was there |
+//!
+//! It is *not* the place where two instances decide whether they fit each other (they compare descriptors when
+//! they pair), nor where requests are routed. Only loopback addresses are accepted.
+
+#![forbid(unsafe_code)]
+
+#[cfg(feature = "client")]
+mod client;
+mod member;
+#[cfg(feature = "server")]
+mod server;
+mod store;
+
+#[cfg(feature = "client")]
+pub use client::{Client, ClientError, Registration, State};
+pub use member::{Granted, Heartbeat, Member, Members, Problem, Role, loopback_url};
+#[cfg(feature = "server")]
+pub use server::{BindError, bind_loopback, router};
+pub use store::{LEASE, Refusal, Store};
+
+/// How often a member renews its lease.
+pub const HEARTBEAT: std::time::Duration = std::time::Duration::from_millis(500);
