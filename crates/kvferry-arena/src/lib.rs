@@ -1,1 +1,49 @@
-//! Registered memory: sealed memfd arenas, page generations, the strided row copier.
+//! Registered memory: the pool of one rank as a sealed memfd, page generations, and the strided row copier.
+//!
+//! An [`Arena`] is the only memory that transports read or write. It is created at its final size, pre-faulted and
+//! sealed, so that a peer that gets its descriptor can neither resize it (no SIGBUS here or there) nor map it
+//! writable. A peer maps it as an [`ArenaView`]. Both are [`Memory`]: bytes leave by copies only, and no Rust
+//! reference to shared bytes is ever formed, because another process may write them at any time.
+//!
+//! Addresses come from `kvferry-plan`: a [`kvferry_plan::StridedMove`] copies between two arenas, [`Pieces`] are the
+//! rows of a unit on one [`Side`], to gather, scatter or digest. Everything is bounds-checked.
+//!
+//! *Not* for deciding what may be copied where (`kvferry-plan`, `kvferry-session`) and not a general allocator.
+//!
+//! ```
+//! use kvferry_arena::{Arena, ArenaView, Memory};
+//! use kvferry_plan::{Bytes, CacheShape, Dtype, PageId, Placement, PoolLayout, RankId};
+//!
+//! let shape = CacheShape::mla(1, 576);
+//! let place = Placement::single(&shape, 16, Dtype::Bf16);
+//! let layout = PoolLayout::new(&shape, &place, RankId(0), 4)?;
+//! let arena = Arena::new("doc", layout.clone())?;
+//! let row = layout.regions()[0].offset;
+//! arena.write(row, &[7; 8])?;
+//! arena.next_generation(PageId(2))?;
+//!
+//! let peer = ArenaView::map(arena.fd(), layout)?;
+//! let mut seen = [0; 8];
+//! peer.read(row, &mut seen)?;
+//! assert_eq!(seen, [7; 8]);
+//! assert_eq!(peer.generation(PageId(2))?.0, 1);
+//! assert!(peer.read(Bytes(peer.layout().len().0 - 4), &mut seen).is_err());
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+
+mod arena;
+mod digest;
+mod error;
+mod memory;
+mod mmap;
+mod pieces;
+mod simd;
+mod view;
+
+pub use arena::Arena;
+pub use digest::{digest_plan, digest_unit};
+pub use error::ArenaError;
+pub use memory::Memory;
+pub use pieces::{Pieces, Side};
+pub use simd::Stores;
+pub use view::ArenaView;

@@ -1,0 +1,105 @@
+//! A rank's own memory.
+
+#![forbid(unsafe_code)]
+
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+
+use kvferry_plan::{Bytes, Generation, PageId, PoolLayout, StridedMove};
+use rustix::fs::{FallocateFlags, MemfdFlags, SealFlags, fallocate, fcntl_add_seals, memfd_create};
+
+use crate::{
+    ArenaError, Memory, Pieces, Stores,
+    memory::Mapped,
+    mmap::{Access, Mapping},
+    simd,
+};
+
+/// What every arena is sealed with and a peer insists on: the size is final, and apart from the owner's mapping
+/// nobody gets a writable one.
+pub(crate) const SEALS: SealFlags =
+    SealFlags::SEAL.union(SealFlags::SHRINK).union(SealFlags::GROW).union(SealFlags::FUTURE_WRITE);
+
+/// The pool of one rank in this process, readable and writable, zeroed at first.
+#[derive(Debug)]
+pub struct Arena {
+    layout: PoolLayout,
+    mapping: Mapping,
+    fd: OwnedFd,
+}
+
+impl Arena {
+    /// Creates, pre-faults and seals the memory. `name` is shown in `/proc/PID/maps`.
+    ///
+    /// # Errors
+    /// [`ArenaError::Empty`] for a pool of no pages, [`ArenaError::Os`] when there is not enough memory.
+    pub fn new(name: &str, layout: PoolLayout) -> Result<Self, ArenaError> {
+        if layout.pages() == 0 || layout.is_empty() {
+            return Err(ArenaError::Empty);
+        }
+        let os = |action| move |source| ArenaError::Os { action, name: name.to_owned(), source };
+        let fd = memfd_create(name, MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)
+            .map_err(|e| os("create")(e.into()))?;
+        // Reserves the memory now, so that a lack of it is an error here and not a SIGBUS later.
+        fallocate(&fd, FallocateFlags::empty(), 0, layout.len().0).map_err(|e| os("allocate")(e.into()))?;
+        let mapping = Mapping::new(fd.as_fd(), layout.len(), Access::ReadWrite).map_err(os("map"))?;
+        fcntl_add_seals(&fd, SEALS).map_err(|e| os("seal")(e.into()))?;
+        Ok(Self { layout, mapping, fd })
+    }
+
+    /// The descriptor that a peer maps read-only.
+    #[must_use]
+    pub fn fd(&self) -> BorrowedFd<'_> {
+        self.fd.as_fd()
+    }
+
+    /// Copies `data` to `offset`.
+    ///
+    /// # Errors
+    /// [`ArenaError::OutOfBounds`].
+    pub fn write(&self, offset: Bytes, data: &[u8]) -> Result<(), ArenaError> {
+        self.mapping.write(offset, data)
+    }
+
+    /// Says that `page` changes its owner, and returns its new generation. Whoever reads the page now and compares
+    /// generations before and after finds out.
+    ///
+    /// # Errors
+    /// [`ArenaError::NoPage`].
+    pub fn next_generation(&self, page: PageId) -> Result<Generation, ArenaError> {
+        let word = self.layout.generation_offset(page).ok_or(ArenaError::NoPage(page))?;
+        self.mapping.increment(word).map(Generation)
+    }
+
+    /// Writes packed `data` to `pieces`, in order.
+    ///
+    /// # Errors
+    /// [`ArenaError::Length`] unless `data` has exactly the bytes of the pieces, [`ArenaError::OutOfBounds`].
+    pub fn scatter(&self, pieces: &Pieces, data: &[u8]) -> Result<(), ArenaError> {
+        simd::scatter(&self.mapping, pieces, data)
+    }
+
+    /// Copies `m` from `source` to here.
+    ///
+    /// # Errors
+    /// [`ArenaError::OutOfBounds`] when it leaves either arena; then nothing was copied.
+    pub fn copy_from(
+        &self,
+        source: &(impl Memory + ?Sized),
+        m: &StridedMove,
+        stores: Stores,
+    ) -> Result<(), ArenaError> {
+        simd::copy(source.mapping(), &self.mapping, m, stores)
+    }
+}
+
+impl Mapped for Arena {
+    fn mapping(&self) -> &Mapping {
+        &self.mapping
+    }
+}
+
+impl Memory for Arena {
+    fn layout(&self) -> &PoolLayout {
+        &self.layout
+    }
+}

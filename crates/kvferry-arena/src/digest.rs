@@ -1,0 +1,47 @@
+//! Digests over rows as they lie in an arena; the source takes them over its own memory, the target over its pool.
+
+#![forbid(unsafe_code)]
+
+use kvferry_plan::{PartDigest, Plan, RankId, RoomKey, Unit, UnitId};
+
+use crate::{ArenaError, Memory, Pieces, Side};
+
+/// The digest of one unit, tokens in order, then heads.
+///
+/// # Errors
+/// [`ArenaError::NoRegion`] and [`ArenaError::OutOfRegion`] when the unit is not of this memory.
+pub fn digest_unit(
+    memory: &(impl Memory + ?Sized),
+    side: Side,
+    unit: &Unit<'_>,
+    id: UnitId,
+) -> Result<u64, ArenaError> {
+    let region = memory
+        .layout()
+        .region(unit.layer, unit.part)
+        .ok_or(ArenaError::NoRegion { layer: unit.layer, part: unit.part })?;
+    let mut hasher = id.hasher();
+    for pieces in Pieces::of_unit(unit, side, region) {
+        memory.hash(&pieces?, &mut hasher)?;
+    }
+    Ok(hasher.digest())
+}
+
+/// What a manifest says of a plan between a source rank and `target`, from the memory of one side.
+///
+/// # Errors
+/// As [`digest_unit`].
+pub fn digest_plan(
+    memory: &(impl Memory + ?Sized),
+    side: Side,
+    plan: &Plan,
+    key: RoomKey,
+    target: RankId,
+) -> Result<Vec<PartDigest>, ArenaError> {
+    let mut parts = Vec::new();
+    for unit in plan.units() {
+        let digest = digest_unit(memory, side, &unit, UnitId::new(key, target, &unit))?;
+        PartDigest::add(&mut parts, unit.part, digest, unit.bytes());
+    }
+    Ok(parts)
+}

@@ -1,0 +1,78 @@
+//! What an arena and a peer's view of one have in common: reads.
+
+#![forbid(unsafe_code)]
+
+use kvferry_plan::{Bytes, Generation, PageId, PoolLayout};
+use xxhash_rust::xxh3::Xxh3;
+
+use crate::{ArenaError, Pieces, mmap::Mapping, simd};
+
+/// Keeps [`Memory`] to the types of this crate, which uphold the bounds.
+pub trait Mapped {
+    /// The mapping.
+    fn mapping(&self) -> &Mapping;
+}
+
+/// Readable registered memory: [`crate::Arena`] or [`crate::ArenaView`].
+///
+/// Bytes that somebody writes at the same time may be read torn. Whoever cannot exclude that compares
+/// [`Memory::generation`] before and after.
+#[allow(private_bounds)]
+pub trait Memory: Mapped + Send + Sync + std::fmt::Debug {
+    /// Where things lie.
+    fn layout(&self) -> &PoolLayout;
+
+    /// Copies `out.len()` bytes at `offset` out.
+    ///
+    /// # Errors
+    /// [`ArenaError::OutOfBounds`].
+    fn read(&self, offset: Bytes, out: &mut [u8]) -> Result<(), ArenaError> {
+        self.mapping().read(offset, out)
+    }
+
+    /// How many times `page` has changed its owner. Reads that the caller made before this call are done before it,
+    /// later ones after it.
+    ///
+    /// # Errors
+    /// [`ArenaError::NoPage`].
+    fn generation(&self, page: PageId) -> Result<Generation, ArenaError> {
+        let word = self.layout().generation_offset(page).ok_or(ArenaError::NoPage(page))?;
+        self.mapping().load(word).map(Generation)
+    }
+
+    /// Packs `pieces`, in order, into `out`.
+    ///
+    /// # Errors
+    /// [`ArenaError::Length`] unless `out` has exactly the bytes of the pieces, [`ArenaError::OutOfBounds`].
+    fn gather(&self, pieces: &Pieces, out: &mut [u8]) -> Result<(), ArenaError> {
+        simd::gather(self.mapping(), pieces, out)
+    }
+
+    /// Feeds `pieces`, in order, to `hasher`.
+    ///
+    /// # Errors
+    /// [`ArenaError::OutOfBounds`].
+    fn hash(&self, pieces: &Pieces, hasher: &mut Xxh3) -> Result<(), ArenaError> {
+        // The hasher wants a slice, so bytes go through a private buffer that stays in the first-level cache.
+        const BUFFER: usize = 16 << 10;
+        let mut buffer = [0_u8; BUFFER];
+        let mut used = 0;
+        for b in 0..pieces.blocks {
+            for i in 0..pieces.rows {
+                let (mut at, mut left) = (pieces.at(b, i)?.0, pieces.len.0);
+                while left > 0 {
+                    let n = left.min((BUFFER - used) as u64);
+                    let part = &mut buffer[used..used + n as usize];
+                    self.read(Bytes(at), part)?;
+                    (at, left, used) = (at + n, left - n, used + n as usize);
+                    if used == BUFFER {
+                        hasher.update(&buffer);
+                        used = 0;
+                    }
+                }
+            }
+        }
+        hasher.update(&buffer[..used]);
+        Ok(())
+    }
+}

@@ -1,0 +1,158 @@
+//! The copier: strided pieces between two mappings, or between a mapping and a packed buffer. A scalar kernel and an
+//! AVX2 kernel that is chosen at run time and writes the same bytes.
+
+use kvferry_plan::{Bytes, StridedMove, Strides};
+
+use crate::{ArenaError, Pieces, mmap::Mapping, pieces::offset};
+
+/// How [`crate::Arena::copy_from`] writes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Stores {
+    /// Through the cache: right when the bytes are read again soon, for a digest for example.
+    Cached,
+    /// Past the cache, fetching the source `ahead` bytes in front of the copy: right for one large sweep. `ahead`
+    /// may be negative and may point anywhere.
+    Streaming {
+        /// Distance from the piece that is copied to the bytes that are fetched.
+        ahead: i64,
+    },
+}
+
+/// Copies `m` from `src` to `dst`, after checking all of it.
+pub(crate) fn copy(src: &Mapping, dst: &Mapping, m: &StridedMove, stores: Stores) -> Result<(), ArenaError> {
+    if m.rows == 0 || m.blocks == 0 || m.len.0 == 0 {
+        return Ok(());
+    }
+    let from = src.source(m.src.offset, reach(&m.src, m)?)?;
+    let to = dst.target(m.dst.offset, reach(&m.dst, m)?)?;
+    let kernel = kernel(stores);
+    // SAFETY: both sides were checked up to their last byte, and AVX2 is only chosen where it exists.
+    unsafe { kernel(from, to, m, stores) };
+    Ok(())
+}
+
+/// Bytes from the first byte of a side of `m` to its last.
+fn reach(side: &Strides, m: &StridedMove) -> Result<Bytes, ArenaError> {
+    let error = ArenaError::OutOfBounds { offset: side.offset, len: Bytes(u64::MAX), arena: Bytes(u64::MAX) };
+    let last = offset(&Strides { offset: Bytes(0), ..*side }, m.blocks - 1, m.rows - 1, m.len)?;
+    last.0.checked_add(m.len.0).map(Bytes).ok_or(error)
+}
+
+/// Packs `pieces` into `out`.
+pub(crate) fn gather(src: &Mapping, pieces: &Pieces, out: &mut [u8]) -> Result<(), ArenaError> {
+    let mut rest = sized(pieces, out.len()).map(|()| out)?;
+    for b in 0..pieces.blocks {
+        for i in 0..pieces.rows {
+            let (piece, tail) = rest.split_at_mut(pieces.len.index());
+            src.read(pieces.at(b, i)?, piece)?;
+            rest = tail;
+        }
+    }
+    Ok(())
+}
+
+/// Writes packed `data` to `pieces`.
+pub(crate) fn scatter(dst: &Mapping, pieces: &Pieces, data: &[u8]) -> Result<(), ArenaError> {
+    let mut rest = sized(pieces, data.len()).map(|()| data)?;
+    for b in 0..pieces.blocks {
+        for i in 0..pieces.rows {
+            let (piece, tail) = rest.split_at(pieces.len.index());
+            dst.write(pieces.at(b, i)?, piece)?;
+            rest = tail;
+        }
+    }
+    Ok(())
+}
+
+fn sized(pieces: &Pieces, len: usize) -> Result<(), ArenaError> {
+    let (expected, found) = (pieces.bytes(), Bytes(len as u64));
+    if expected == found { Ok(()) } else { Err(ArenaError::Length { expected, found }) }
+}
+
+type Kernel = unsafe fn(*const u8, *mut u8, &StridedMove, Stores);
+
+fn kernel(stores: Stores) -> Kernel {
+    #[cfg(target_arch = "x86_64")]
+    if stores != Stores::Cached && std::arch::is_x86_feature_detected!("avx2") {
+        return avx2::streaming;
+    }
+    let _ = stores;
+    scalar
+}
+
+/// Piece by piece with the library's copy, which is as fast as anything while the target stays in the cache.
+///
+/// # Safety
+/// Every piece of `m`, relative to its first, lies in memory that may be read from `from` and written from `to`.
+unsafe fn scalar(from: *const u8, to: *mut u8, m: &StridedMove, _: Stores) {
+    for b in 0..m.blocks as usize {
+        for i in 0..m.rows as usize {
+            // SAFETY: the caller's promise. `copy` because an arena may be copied into itself.
+            unsafe {
+                let from = from.add(b * m.src.block.index() + i * m.src.row.index());
+                let to = to.add(b * m.dst.block.index() + i * m.dst.row.index());
+                std::ptr::copy(from, to, m.len.index());
+            }
+        }
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+mod avx2 {
+    use std::arch::x86_64::{
+        __m256i, _MM_HINT_T0, _mm_prefetch, _mm_sfence, _mm256_loadu_si256, _mm256_stream_si256,
+    };
+
+    use super::{Stores, StridedMove};
+
+    const LINE: usize = 64;
+    const VECTOR: usize = size_of::<__m256i>();
+
+    /// Non-temporal stores, one line at a time, and a prefetch for each line.
+    ///
+    /// # Safety
+    /// As [`super::scalar`], and the processor has AVX2.
+    #[target_feature(enable = "avx2")]
+    pub(super) unsafe fn streaming(from: *const u8, to: *mut u8, m: &StridedMove, stores: Stores) {
+        let ahead = match stores {
+            Stores::Cached => 0,
+            Stores::Streaming { ahead } => ahead as isize,
+        };
+        for b in 0..m.blocks as usize {
+            for i in 0..m.rows as usize {
+                // SAFETY: the caller's promise.
+                unsafe {
+                    let from = from.add(b * m.src.block.index() + i * m.src.row.index());
+                    let to = to.add(b * m.dst.block.index() + i * m.dst.row.index());
+                    piece(from, to, m.len.index(), ahead);
+                }
+            }
+        }
+        // Streamed stores are not ordered with the unlock or the message that tells others of them.
+        _mm_sfence();
+    }
+
+    /// # Safety
+    /// `len` bytes may be read from `from` and written to `to`; AVX2.
+    #[target_feature(enable = "avx2")]
+    unsafe fn piece(from: *const u8, to: *mut u8, len: usize, ahead: isize) {
+        let head = to.align_offset(VECTOR).min(len);
+        let lines = (len - head) / LINE;
+        // SAFETY: head, lines and tail together are the `len` bytes; vector stores are aligned after the head.
+        // Prefetching never faults, wherever it points.
+        unsafe {
+            std::ptr::copy(from, to, head);
+            for line in 0..lines {
+                let at = head + line * LINE;
+                let source = from.add(at);
+                _mm_prefetch::<_MM_HINT_T0>(source.wrapping_offset(ahead).cast());
+                let low = _mm256_loadu_si256(source.cast());
+                let high = _mm256_loadu_si256(source.add(VECTOR).cast());
+                _mm256_stream_si256(to.add(at).cast(), low);
+                _mm256_stream_si256(to.add(at + VECTOR).cast(), high);
+            }
+            let tail = head + lines * LINE;
+            std::ptr::copy(from.add(tail), to.add(tail), len - tail);
+        }
+    }
+}
