@@ -1,0 +1,352 @@
+//! Attention of one group of query heads over the rows that one rank holds.
+//!
+//! A rank gathers its local rows into [`KeyPanels`] and [`ValueRows`], then takes queries block by block (see
+//! [`query_block`]), each row being one token's query of one head:
+//!
+//! * canonical: [`Scores::compute`]; all-reduce [`Scores::max`] with [`merge_max`](super::merge_max);
+//!   [`Scores::sums`]; [`AttentionSums::finish`] over the parts of all ranks.
+//! * fast: [`Scores::compute`]; [`Scores::attend`]; [`merge_lse`](super::merge_lse) over the parts of all ranks.
+//!
+//! A rank may hold no token, and a row may see none.
+
+use std::ops::Range;
+
+use super::Arith;
+use super::grid::{self, MAGIC, Overflow};
+use super::panels::{LANES, Panels};
+use super::simd::{Kernels, WEIGH_LANES, WEIGH_ROWS};
+
+/// Tokens whose probabilities are packed at a time.
+const TOKEN_BLOCK: usize = 128;
+
+/// Kernel E holds while every |v| stays below this (2^13) ...
+const BINADE_VALUE: f32 = 8192.0;
+/// ... and the sum of weights times the largest |v| below this (2^19, less a little for roundings).
+const BINADE_SUM: f64 = 524_000.0;
+/// Sums that could leave `i64` (2^31 in units, less a little) are flagged.
+const GRID_SUM: f64 = 2_147_000_000.0;
+/// A weight unit in grid steps.
+const WEIGHT_ONE: f64 = (1u64 << grid::WEIGHT_BITS) as f64;
+
+/// Query rows to take at a time over `tokens` local rows so that the scores stay within about 2 MiB, at least 12.
+pub fn query_block(tokens: usize) -> usize {
+    ((512 << 10) / tokens.max(1)).clamp(12, 384)
+}
+
+/// Key rows `[tokens][d]`, transposed in panels of 16 tokens.
+#[derive(Clone, Debug, Default)]
+pub struct KeyPanels {
+    panels: Panels,
+}
+
+impl KeyPanels {
+    /// Packs `rows[tokens][d]`.
+    pub fn from_rows(rows: &[f32], d: usize) -> Self {
+        let mut keys = Self::default();
+        keys.fill(rows, d, d);
+        keys
+    }
+
+    /// Packs again, reusing the memory: the first `d` values of rows that lie `stride` apart (an MLA row is key
+    /// and value in one). `rows.len()` is a multiple of `stride`.
+    pub fn fill(&mut self, rows: &[f32], d: usize, stride: usize) {
+        self.panels.fill(rows.len() / stride.max(1), d, rows, stride);
+    }
+
+    /// Local tokens.
+    pub fn tokens(&self) -> usize {
+        self.panels.n()
+    }
+}
+
+/// Value rows `[tokens][dv]`. In canonical mode the lowest mantissa bit of every value but zero is set on load,
+/// whatever the cache's element type, so that sums round the same in any order.
+#[derive(Clone, Debug)]
+pub struct ValueRows {
+    arith: Arith,
+    tokens: usize,
+    dv: usize,
+    padded: usize,
+    /// Largest magnitude.
+    peak: u32,
+    data: Vec<f32>,
+}
+
+impl ValueRows {
+    /// No rows.
+    pub fn new(arith: Arith) -> Self {
+        Self { arith, tokens: 0, dv: 0, padded: 0, peak: 0, data: Vec::new() }
+    }
+
+    /// Copies `rows[tokens][dv]`.
+    pub fn from_rows(rows: &[f32], dv: usize, arith: Arith) -> Self {
+        let mut values = Self::new(arith);
+        values.fill(rows, dv, dv);
+        values
+    }
+
+    /// Loads again, reusing the memory: the first `dv` values of rows that lie `stride` apart.
+    pub fn fill(&mut self, rows: &[f32], dv: usize, stride: usize) {
+        assert!(dv <= stride && rows.len().is_multiple_of(stride.max(1)), "rows are [tokens][stride]");
+        self.tokens = rows.len() / stride.max(1);
+        self.dv = dv;
+        self.padded = dv.next_multiple_of(WEIGH_LANES);
+        self.data.clear();
+        self.data.resize(self.tokens * self.padded, 0.0);
+        for (to, from) in self.data.chunks_exact_mut(self.padded.max(1)).zip(rows.chunks_exact(stride.max(1)))
+        {
+            to[..dv].copy_from_slice(&from[..dv]);
+        }
+        self.peak = match self.arith {
+            Arith::Canonical => (Kernels::best().stick)(&mut self.data),
+            Arith::Fast => 0,
+        };
+    }
+
+    /// Local tokens.
+    pub fn tokens(&self) -> usize {
+        self.tokens
+    }
+}
+
+/// Scores of a block of query rows, then their weights; a scratch to reuse.
+#[derive(Debug, Default)]
+pub struct Scores {
+    /// Floats from one row to the next: the local tokens.
+    stride: usize,
+    visible: Vec<usize>,
+    max: Vec<f32>,
+    data: Vec<f32>,
+    packed: Vec<f32>,
+}
+
+impl Scores {
+    /// An empty scratch.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Scores of the rows `q[m][d]`, already rotated and scaled; row i may see the first `visible[i]` local
+    /// tokens, and `m = visible.len()`. Each score is one fused chain over `d`.
+    pub fn compute(&mut self, q: &[f32], keys: &KeyPanels, visible: &[usize]) {
+        let kernels = Kernels::best();
+        let m = visible.len();
+        let tokens = visible.iter().copied().max().unwrap_or(0);
+        assert!(tokens <= keys.tokens(), "{tokens} tokens visible of {}", keys.tokens());
+        self.stride = tokens;
+        self.visible.clear();
+        self.visible.extend_from_slice(visible);
+        if self.data.len() < m * tokens {
+            self.data.resize(m * tokens, 0.0);
+        }
+        let data = &mut self.data;
+        let d = keys.panels.k();
+        // Tiles of rows, so that a causal block skips the panels that none of the tile's rows sees.
+        for first in (0..m).step_by(kernels.rows) {
+            let rows = first..m.min(first + kernels.rows);
+            let seen = visible[rows.clone()].iter().copied().max().unwrap_or(0);
+            let q = &q[rows.start * d..rows.end * d];
+            keys.panels.product(kernels, q, rows.len(), 0..seen, (d, 0..1), |row, col, values| {
+                data[(first + row) * tokens + col..][..values.len()].copy_from_slice(values);
+            });
+        }
+        self.max.clear();
+        for (row, &visible) in visible.iter().enumerate() {
+            let (max, peak) = (kernels.peak)(&self.data[row * tokens..][..visible]);
+            self.max.push(if peak < grid::INFINITE { max } else { f32::NAN });
+        }
+    }
+
+    /// Per row the largest visible local score; -∞ if the row sees no local token, NaN if any visible score is
+    /// not finite.
+    pub fn max(&self) -> &[f32] {
+        &self.max
+    }
+
+    /// Canonical second pass: with `max[m]` over all ranks, this rank's sums of the weights and of the weighted
+    /// values (loaded as canonical). Uses the scores up: call [`compute`](Self::compute) before the next.
+    pub fn sums(&mut self, max: &[f32], values: &ValueRows, into: &mut AttentionSums) {
+        self.sums_with(Kernels::best(), max, values, into, true);
+    }
+
+    /// `quick` allows kernel E where its bounds hold.
+    pub(super) fn sums_with(
+        &mut self,
+        kernels: &Kernels,
+        max: &[f32],
+        values: &ValueRows,
+        into: &mut AttentionSums,
+        quick: bool,
+    ) {
+        let m = self.visible.len();
+        assert_eq!(max.len(), m, "maxima are [m]");
+        assert_eq!(values.arith, Arith::Canonical, "values are loaded for canonical sums");
+        into.reset(m, values.dv, values.padded);
+        let value_peak = f32::from_bits(values.peak);
+        for row in 0..m {
+            let visible = self.visible[row];
+            let (seen, hidden) = self.data[row * self.stride..][..self.stride].split_at_mut(visible);
+            hidden.fill(0.0);
+            if !max[row].is_finite() {
+                // -∞: nothing to see anywhere. Else a rank met a bad score: the row is lost.
+                let lost = visible > 0 || max[row] != f32::NEG_INFINITY;
+                into.peaks[row] = if lost { f32::NAN.to_bits() } else { 0 };
+                seen.fill(0.0);
+                continue;
+            }
+            into.l[row] = (kernels.exp_grid)(seen, max[row]);
+            if visible > 0 {
+                into.peaks[row] = values.peak;
+            }
+        }
+        for rows in tiles(m) {
+            let binade = quick
+                && value_peak < BINADE_VALUE
+                && rows.clone().all(|r| into.l[r] as f64 / WEIGHT_ONE * f64::from(value_peak) < BINADE_SUM);
+            let range = rows.start * values.padded..rows.end * values.padded;
+            if binade {
+                into.binade.clear();
+                into.binade.resize(range.len(), MAGIC);
+                self.weigh(values, rows, &mut into.binade, kernels.weigh_binade);
+                for (sum, acc) in into.o[range].iter_mut().zip(&into.binade) {
+                    *sum = (acc.to_bits() as i64).wrapping_sub(MAGIC.to_bits() as i64);
+                }
+            } else {
+                self.weigh(values, rows, &mut into.o[range], kernels.weigh_wide);
+            }
+        }
+    }
+
+    /// Fast second pass: this rank's attention `out[m][dv]` and natural log-sum-exp `lse[m]` over its own tokens;
+    /// zeros and -∞ for a row that sees none. Rows whose scores or results are not finite are flagged: the merge
+    /// would not notice them. Uses the scores up.
+    pub fn attend(&mut self, values: &ValueRows, out: &mut [f32], lse: &mut [f32]) -> Overflow {
+        let kernels = Kernels::best();
+        let m = self.visible.len();
+        let (dv, padded) = (values.dv, values.padded);
+        assert!(out.len() == m * dv && lse.len() == m, "out is [m][dv], lse is [m]");
+        let mut bad = Vec::new();
+        for row in 0..m {
+            let (seen, hidden) =
+                self.data[row * self.stride..][..self.stride].split_at_mut(self.visible[row]);
+            hidden.fill(0.0);
+            lse[row] = f32::NEG_INFINITY;
+            if !seen.is_empty() {
+                lse[row] = (kernels.exp_sum)(seen, self.max[row]);
+            }
+        }
+        let mut acc = vec![0.0; WEIGH_ROWS * padded];
+        for rows in tiles(m) {
+            let acc = &mut acc[..rows.len() * padded];
+            acc.fill(0.0);
+            self.weigh(values, rows.clone(), acc, kernels.weigh);
+            for (row, acc) in rows.zip(acc.chunks_exact(padded.max(1))) {
+                let out = &mut out[row * dv..][..dv];
+                if lse[row] == f32::NEG_INFINITY {
+                    out.fill(0.0);
+                    continue;
+                }
+                for (out, acc) in out.iter_mut().zip(acc) {
+                    *out = acc / lse[row];
+                }
+                lse[row] = self.max[row] + super::elementary::ln(f64::from(lse[row])) as f32;
+                if !lse[row].is_finite() || out.iter().any(|x| !x.is_finite()) {
+                    bad.push(row);
+                }
+            }
+        }
+        Overflow::of(bad)
+    }
+
+    /// Feeds the weights of `rows`, packed `[tokens][rows]` block by block, to a weighing kernel.
+    fn weigh<T>(
+        &mut self,
+        values: &ValueRows,
+        rows: Range<usize>,
+        acc: &mut [T],
+        kernel: fn(usize, &[f32], &[f32], usize, &mut [T]),
+    ) {
+        let r = rows.len();
+        let seen = self.visible[rows.clone()].iter().copied().max().unwrap_or(0);
+        assert!(seen <= values.tokens, "{seen} tokens visible of {}", values.tokens);
+        self.packed.resize(TOKEN_BLOCK * WEIGH_ROWS, 0.0);
+        for first in (0..seen).step_by(TOKEN_BLOCK) {
+            let count = TOKEN_BLOCK.min(seen - first);
+            let packed = &mut self.packed[..count * r];
+            for (lane, row) in rows.clone().enumerate() {
+                let weights = &self.data[row * self.stride + first..][..count];
+                for (slot, &weight) in packed[lane..].iter_mut().step_by(r).zip(weights) {
+                    *slot = weight;
+                }
+            }
+            let values = &values.data[first * values.padded..(first + count) * values.padded];
+            kernel(r, packed, values, values.len() / count, acc);
+        }
+    }
+}
+
+/// Rows in tiles for the weighing kernels.
+fn tiles(m: usize) -> impl Iterator<Item = Range<usize>> {
+    let count = m.div_ceil(WEIGH_ROWS);
+    (0..count).map(move |t| t * m / count..(t + 1) * m / count)
+}
+
+/// One rank's part of a block's canonical attention; ranks' parts are added as integers.
+#[derive(Clone, Debug, Default)]
+pub struct AttentionSums {
+    dv: usize,
+    padded: usize,
+    /// Weights `[m]`, in steps of 2^-40.
+    l: Vec<i64>,
+    /// Weighted values `[m][padded]`, in steps of 2^-32.
+    o: Vec<i64>,
+    /// Largest magnitude of a value per row; NaN's bits for a row with a bad score.
+    peaks: Vec<u32>,
+    binade: Vec<f64>,
+}
+
+impl AttentionSums {
+    /// Nothing yet: [`Scores::sums`] gives it its shape.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    fn reset(&mut self, m: usize, dv: usize, padded: usize) {
+        (self.dv, self.padded) = (dv, padded);
+        self.l.clear();
+        self.l.resize(m, 0);
+        self.o.clear();
+        self.o.resize(m * padded, 0);
+        self.peaks.clear();
+        self.peaks.resize(m, 0);
+    }
+
+    /// The attention `out[rows.len()][dv]` of `rows`, from the parts of all ranks, which are only read. A row
+    /// that sees no token on any rank is zeros; rows that left the grid or met a NaN are flagged.
+    pub fn finish(parts: &[&Self], rows: Range<usize>, out: &mut [f32]) -> Overflow {
+        let Some(first) = parts.first() else {
+            out.fill(0.0);
+            return Overflow::default();
+        };
+        let (dv, padded) = (first.dv, first.padded);
+        assert!(parts.iter().all(|p| p.dv == dv && p.l.len() >= rows.end), "parts are [m][dv]");
+        assert_eq!(out.len(), rows.len() * dv, "out is [rows][dv]");
+        let mut bad = Vec::new();
+        for (at, row) in rows.enumerate() {
+            let l = parts.iter().fold(0i64, |sum, part| sum.wrapping_add(part.l[row]));
+            let peak = parts.iter().map(|part| part.peaks[row]).max().unwrap_or(0);
+            let sum = l as f64 / WEIGHT_ONE * f64::from(f32::from_bits(peak));
+            if peak > grid::LIMIT.to_bits() || sum >= GRID_SUM {
+                bad.push(at);
+            }
+            // Steps of 2^-32 over steps of 2^-40.
+            let factor = if l == 0 { 0.0 } else { 256.0 / l as f64 };
+            for (col, out) in out[at * dv..][..dv].iter_mut().enumerate() {
+                let at = row * padded + col;
+                let o = parts.iter().fold(0i64, |sum, part| sum.wrapping_add(part.o[at]));
+                *out = (o as f64 * factor) as f32;
+            }
+        }
+        Overflow::of(bad)
+    }
+}

@@ -1,0 +1,176 @@
+//! Row-parallel products: each rank holds some of the inputs, the ranks' partial results are added.
+
+use std::ops::Range;
+
+use super::Arith;
+use super::grid::{self, Overflow};
+use super::panels::Panels;
+use super::simd::Kernels;
+
+/// The weights `w[n][units * unit_k]` of a product whose inputs are split over ranks by whole units: a query head
+/// for the output projection, a block of FFN columns for the down projection.
+///
+/// ```
+/// use kvferry_engine::math::{Arith, Partial, RowParallel};
+/// let w = RowParallel::new(1, 2, 3, vec![1.0; 6], Arith::Canonical);
+/// let (mut a, mut b) = (Partial::new(Arith::Canonical, 1, 1), Partial::new(Arith::Canonical, 1, 1));
+/// w.partial(&[1.0, 2.0], 1, 0..1, &mut a);
+/// w.partial(&[3.0, 4.0, 5.0, 6.0], 1, 1..3, &mut b);
+/// let mut out = [0.0];
+/// assert!(Partial::finish(&[&a, &b], 0..1, &mut out).is_clear());
+/// assert_eq!(out, [21.0]);
+/// ```
+#[derive(Debug)]
+pub struct RowParallel {
+    panels: Panels,
+    unit_k: usize,
+    units: usize,
+}
+
+impl RowParallel {
+    /// Takes `w[n][units * unit_k]`. Panics if the length differs.
+    pub fn new(n: usize, unit_k: usize, units: usize, w: Vec<f32>, arith: Arith) -> Self {
+        let _ = arith;
+        Self { panels: Panels::new(n, units * unit_k, &w), unit_k, units }
+    }
+
+    /// Outputs.
+    pub fn n(&self) -> usize {
+        self.panels.n()
+    }
+
+    /// Inputs in a unit.
+    pub fn unit_k(&self) -> usize {
+        self.unit_k
+    }
+
+    /// Units of the whole product.
+    pub fn units(&self) -> usize {
+        self.units
+    }
+
+    /// Adds to `into[m][n]` the part of the product that comes from `units`; `x[m][units.len() * unit_k]` holds
+    /// only their inputs. Canonical: each unit's fused chain, clamped and rounded to the 2^-32 grid, is added as
+    /// an integer. Fast: the chains are added in `f32`.
+    pub fn partial(&self, x: &[f32], m: usize, units: Range<usize>, into: &mut Partial) {
+        let n = self.n();
+        assert!(into.n == n && into.m == m, "partial result is [m][n]");
+        let kernels = Kernels::best();
+        let units = (self.unit_k, units);
+        match &mut into.sums {
+            Sums::Grid { sums, peaks } => {
+                self.panels.product(kernels, x, m, 0..n, units, |row, col, values| {
+                    let sums = &mut sums[row * n + col..][..values.len()];
+                    peaks[row] = peaks[row].max((kernels.fold)(values, sums));
+                });
+            }
+            Sums::Float(sums) => {
+                self.panels.product(kernels, x, m, 0..n, units, |row, col, values| {
+                    for (sum, value) in sums[row * n + col..][..values.len()].iter_mut().zip(values) {
+                        *sum += value;
+                    }
+                });
+            }
+        }
+    }
+}
+
+/// One rank's part `[m][n]` of a row-parallel product.
+#[derive(Clone, Debug)]
+pub struct Partial {
+    m: usize,
+    n: usize,
+    sums: Sums,
+}
+
+#[derive(Clone, Debug)]
+enum Sums {
+    /// Steps of 2^-32, and per row the largest magnitude that any unit's result had before clamping.
+    Grid {
+        sums: Vec<i64>,
+        peaks: Vec<u32>,
+    },
+    Float(Vec<f32>),
+}
+
+impl Partial {
+    /// Zeros.
+    pub fn new(arith: Arith, m: usize, n: usize) -> Self {
+        let sums = match arith {
+            Arith::Canonical => Sums::Grid { sums: vec![0; m * n], peaks: vec![0; m] },
+            Arith::Fast => Sums::Float(vec![0.0; m * n]),
+        };
+        Self { m, n, sums }
+    }
+
+    /// Zeros for `m` rows again, reusing the memory.
+    pub fn reset(&mut self, m: usize) {
+        self.m = m;
+        match &mut self.sums {
+            Sums::Grid { sums, peaks } => {
+                sums.clear();
+                sums.resize(m * self.n, 0);
+                peaks.clear();
+                peaks.resize(m, 0);
+            }
+            Sums::Float(sums) => {
+                sums.clear();
+                sums.resize(m * self.n, 0.0);
+            }
+        }
+    }
+
+    /// The whole result `out[rows.len()][n]` for `rows`, from the parts of all ranks, which are only read: ranks
+    /// may share them. Canonical results do not depend on the order of `parts`, fast ones do in the last bits.
+    /// Rows where a unit left the grid, or (fast) with a value that is not finite, are flagged.
+    pub fn finish(parts: &[&Self], rows: Range<usize>, out: &mut [f32]) -> Overflow {
+        let Some(first) = parts.first() else {
+            out.fill(0.0);
+            return Overflow::default();
+        };
+        let n = first.n;
+        assert!(parts.iter().all(|p| p.n == n && p.m >= rows.end), "parts are [m][n]");
+        assert_eq!(out.len(), rows.len() * n, "out is [rows][n]");
+        let mut bad = Vec::new();
+        for (at, (row, out)) in rows.zip(out.chunks_exact_mut(n.max(1))).enumerate() {
+            let mut sums = vec![0i64; n];
+            out.fill(0.0);
+            let mut peak = 0;
+            let mut grid = false;
+            for part in parts {
+                match &part.sums {
+                    Sums::Grid { sums: part, peaks } => {
+                        grid = true;
+                        peak = peak.max(peaks[row]);
+                        for (sum, &term) in sums.iter_mut().zip(&part[row * n..][..n]) {
+                            *sum = sum.wrapping_add(term);
+                        }
+                    }
+                    Sums::Float(part) => add_assign_row(out, &part[row * n..][..n]),
+                }
+            }
+            if grid {
+                for (slot, &sum) in out.iter_mut().zip(&sums) {
+                    *slot = grid::from_grid(sum);
+                }
+            } else {
+                peak = out
+                    .iter()
+                    .map(|&x| grid::magnitude(x))
+                    .max()
+                    .filter(|&x| x >= grid::INFINITE)
+                    .unwrap_or(0);
+            }
+            if peak > grid::LIMIT.to_bits() {
+                bad.push(at);
+            }
+        }
+        Overflow::of(bad)
+    }
+}
+
+fn add_assign_row(out: &mut [f32], part: &[f32]) {
+    for (slot, value) in out.iter_mut().zip(part) {
+        *slot += value;
+    }
+}
