@@ -1,0 +1,209 @@
+//! Two instances meet: may they serve each other, and as what?
+
+use alloc::{
+    format,
+    string::{String, ToString},
+    sync::Arc,
+    vec::Vec,
+};
+use kvferry_plan::{
+    Descriptor, Incarnation, InstanceId, Mismatch, Pair, Placement, PoolLayout, RankId, TokenRange,
+};
+
+use crate::{Capabilities, Endpoint, Hello, Message, Refuse, Side};
+
+/// The pages of `rank`'s page table that `tokens` touch, over all parts, as entry numbers. Both sides compute the
+/// same, so an [`crate::Offer`] needs no positions.
+#[must_use]
+pub fn page_span(placement: &Placement, rank: RankId, tokens: TokenRange) -> core::ops::Range<u64> {
+    let mut span: Option<core::ops::Range<u64>> = None;
+    for part in &placement.parts {
+        let class = placement.class(part.part, rank);
+        let owned = part.tokens.owned(tokens.start, class)..part.tokens.owned(tokens.end, class);
+        let size = u64::from(part.page_size.max(1));
+        if owned.is_empty() {
+            continue;
+        }
+        let pages = owned.start / size..(owned.end - 1) / size + 1;
+        span = Some(match span {
+            Some(span) => span.start.min(pages.start)..span.end.max(pages.end),
+            None => pages,
+        });
+    }
+    span.unwrap_or(0..0)
+}
+
+/// A peer that has been found to fit: what stays of the two hellos.
+#[derive(Clone, Debug)]
+pub struct Peer {
+    /// The peer's name.
+    pub instance: InstanceId,
+    /// The peer's start.
+    pub incarnation: Incarnation,
+    /// Our start.
+    pub ours: Incarnation,
+    /// Which side we are.
+    pub side: Side,
+    /// What the peer caches and how.
+    pub descriptor: Arc<Descriptor>,
+    /// Source and target placement.
+    pub pair: Arc<Pair>,
+    /// Pages of each of the peer's pools.
+    pub pages: u32,
+    /// The transports that both have, in our order of preference, with the peer's addresses.
+    pub transports: Vec<Endpoint>,
+    /// Digests are taken.
+    pub digest: bool,
+}
+
+/// Why two instances do not serve each other.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum PairingError {
+    /// We refuse, naming the field; tell the peer with [`PairingError::refusal`].
+    #[error("refused the peer: {0}")]
+    Refused(Mismatch),
+    /// The peer refuses us. The mismatch is turned to our view.
+    #[error("the peer refused: {0}")]
+    RefusedByPeer(Mismatch),
+    /// The first message was neither a hello nor a refusal.
+    #[error("the first message was `{0}`, not `hello`")]
+    NotHello(&'static str),
+}
+
+impl PairingError {
+    /// The field in which the two differ.
+    #[must_use]
+    pub fn mismatch(&self) -> Option<&Mismatch> {
+        match self {
+            Self::Refused(m) | Self::RefusedByPeer(m) => Some(m),
+            Self::NotHello(_) => None,
+        }
+    }
+
+    /// What to tell the peer before the connection is closed.
+    #[must_use]
+    pub fn refusal(&self) -> Option<Message> {
+        match self {
+            Self::Refused(m) => Some(Message::Refuse(Refuse { mismatch: m.clone() })),
+            Self::RefusedByPeer(_) | Self::NotHello(_) => None,
+        }
+    }
+
+    /// Who is at fault.
+    #[must_use]
+    pub fn blame(&self) -> kvferry_plan::Blame {
+        match self {
+            Self::Refused(_) | Self::RefusedByPeer(_) => kvferry_plan::Blame::PeerIncompatible,
+            Self::NotHello(_) => kvferry_plan::Blame::PeerMisbehaved,
+        }
+    }
+}
+
+/// One handshake. Send [`Pairing::hello`], then give [`Pairing::answer`] the peer's first message.
+#[derive(Clone, Debug)]
+pub struct Pairing {
+    hello: Hello,
+    side: Side,
+    expected: Option<(InstanceId, Incarnation)>,
+}
+
+impl Pairing {
+    /// The handshake of an instance that is `side` on this connection. A side that dialled an address expects
+    /// the instance and the start that the address was published for.
+    #[must_use]
+    pub fn new(hello: Hello, side: Side, expected: Option<(InstanceId, Incarnation)>) -> Self {
+        Self { hello, side, expected }
+    }
+
+    /// Our first message.
+    #[must_use]
+    pub fn hello(&self) -> Message {
+        Message::Hello(self.hello.clone())
+    }
+
+    /// Decides on the peer's first message.
+    ///
+    /// # Errors
+    /// [`PairingError`]; the connection ends, nothing else does.
+    pub fn answer(&self, message: Message) -> Result<Peer, PairingError> {
+        match message {
+            Message::Hello(hello) => self.compare(hello).map_err(PairingError::Refused),
+            Message::Refuse(Refuse { mismatch: Mismatch { field, ours, theirs } }) => {
+                Err(PairingError::RefusedByPeer(Mismatch { field, ours: theirs, theirs: ours }))
+            }
+            other => Err(PairingError::NotHello(other.name())),
+        }
+    }
+
+    fn compare(&self, peer: Hello) -> Result<Peer, Mismatch> {
+        let ours = &self.hello;
+        if let Some((instance, incarnation)) = &self.expected {
+            differ("instance", instance, &peer.instance)?;
+            differ("incarnation", incarnation, &peer.incarnation)?;
+        }
+        ours.descriptor.compare(&peer.descriptor)?;
+        let on = |h: &Hello| if h.capabilities.has(Capabilities::DIGEST) { "on" } else { "off" };
+        differ("digest", &on(ours), &on(&peer))?;
+
+        let shape = ours.descriptor.shape.clone();
+        let (mine, theirs) = (ours.descriptor.placement.clone(), peer.descriptor.placement.clone());
+        let described = (format!("{mine:?}"), format!("{theirs:?}"));
+        let (src, dst) = match self.side {
+            Side::Source => (mine, theirs),
+            Side::Target => (theirs, mine),
+        };
+        let pair = Pair::new(shape, src, dst).map_err(|unsupported| Mismatch {
+            field: unsupported.axis.to_string(),
+            ours: described.0,
+            theirs: format!("{} ({})", described.1, unsupported.reason),
+        })?;
+        self.check_pool(&pair, peer.pages)?;
+
+        let theirs = |name: &str| peer.transports.iter().find(|e| e.name == name).cloned();
+        let transports: Vec<_> = ours.transports.iter().filter_map(|e| theirs(&e.name)).collect();
+        if transports.is_empty() {
+            let names =
+                |list: &[Endpoint]| list.iter().map(|e| e.name.as_str()).collect::<Vec<_>>().join("+");
+            return Err(Mismatch {
+                field: "transports".into(),
+                ours: names(&ours.transports),
+                theirs: names(&peer.transports),
+            });
+        }
+        Ok(Peer {
+            instance: peer.instance,
+            incarnation: peer.incarnation,
+            ours: ours.incarnation,
+            side: self.side,
+            descriptor: Arc::new(peer.descriptor),
+            pair: Arc::new(pair),
+            pages: peer.pages,
+            transports,
+            digest: ours.capabilities.has(Capabilities::DIGEST),
+        })
+    }
+
+    /// A peer whose pools would not fit an address space would make later arithmetic overflow.
+    fn check_pool(&self, pair: &Pair, pages: u32) -> Result<(), Mismatch> {
+        let placement = match self.side {
+            Side::Source => pair.dst(),
+            Side::Target => pair.src(),
+        };
+        for rank in (0..placement.ranks()).map(RankId) {
+            PoolLayout::new(pair.shape(), placement, rank, pages).map_err(|e| Mismatch {
+                field: "pages".into(),
+                ours: self.hello.pages.to_string(),
+                theirs: format!("{pages} ({e})"),
+            })?;
+        }
+        Ok(())
+    }
+}
+
+fn differ<T: PartialEq + ToString>(field: &str, ours: &T, theirs: &T) -> Result<(), Mismatch> {
+    if ours == theirs {
+        return Ok(());
+    }
+    Err(Mismatch { field: String::from(field), ours: ours.to_string(), theirs: theirs.to_string() })
+}
