@@ -3,12 +3,12 @@
 use alloc::{
     format,
     string::{String, ToString},
+    vec::Vec,
 };
-use core::fmt;
 use minicbor::{Decode, Encode};
 use serde::{Deserialize, Serialize};
 
-use crate::{CacheShape, Placement};
+use crate::{Blame, CacheShape, LayerId, Placement};
 
 /// Version of the wire protocol that this build speaks.
 pub const PROTOCOL: u32 = 1;
@@ -32,7 +32,8 @@ pub struct Descriptor {
 }
 
 /// The first field in which two descriptors cannot be served together.
-#[derive(Clone, Debug, PartialEq, Eq, Encode, Decode, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Encode, Decode, Serialize, Deserialize, thiserror::Error)]
+#[error("`{field}` differs: here {ours}, at the peer {theirs}")]
 #[cbor(map)]
 pub struct Mismatch {
     /// Name of the field, such as `dtype`.
@@ -46,49 +47,60 @@ pub struct Mismatch {
     pub theirs: String,
 }
 
-impl fmt::Display for Mismatch {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "`{}` differs: here {}, at the peer {}", self.field, self.ours, self.theirs)
+impl Mismatch {
+    /// Nobody did wrong; the two cannot be served together.
+    #[must_use]
+    pub fn blame(&self) -> Blame {
+        Blame::PeerIncompatible
     }
 }
-
-impl core::error::Error for Mismatch {}
 
 impl Descriptor {
     /// Compares everything that both sides must share. Layouts may differ; whether two layouts fit is
     /// [`crate::Pair::new`]'s question.
     ///
     /// # Errors
-    /// The first field that differs, in the order protocol, layers, heads, head size, parts, dtype, model.
+    /// The first field that differs, in the order protocol, parts, then for each part layers, heads, head size and
+    /// dtype, then model.
     pub fn compare(&self, peer: &Self) -> Result<(), Mismatch> {
         fn same<T: PartialEq>(
             field: &str,
-            ours: T,
-            theirs: T,
+            (ours, theirs): (&T, &T),
             show: impl Fn(&T) -> String,
         ) -> Result<(), Mismatch> {
             if ours == theirs {
                 return Ok(());
             }
-            Err(Mismatch { field: field.into(), ours: show(&ours), theirs: show(&theirs) })
+            Err(Mismatch { field: field.into(), ours: show(ours), theirs: show(theirs) })
         }
-        same("protocol", self.protocol, peer.protocol, ToString::to_string)?;
-        let parts = |d: &Self| d.shape.parts.iter().map(|p| p.part).collect::<alloc::vec::Vec<_>>();
-        same("parts", parts(self), parts(peer), |p| {
-            p.iter().map(ToString::to_string).collect::<alloc::vec::Vec<_>>().join("+")
-        })?;
+        same("protocol", (&self.protocol, &peer.protocol), ToString::to_string)?;
+        let parts = |d: &Self| d.shape.parts.iter().map(|p| p.part).collect::<Vec<_>>();
+        same("parts", (&parts(self), &parts(peer)), |p| join(p.iter(), "+"))?;
         for (ours, theirs) in self.shape.parts.iter().zip(&peer.shape.parts) {
             let part = ours.part;
-            same(&format!("{part}.layers"), &ours.layers, &theirs.layers, |l| {
-                format!("{} layers {:?}", l.len(), l.iter().map(|l| l.0).collect::<alloc::vec::Vec<_>>())
-            })?;
-            same(&format!("{part}.heads"), ours.heads, theirs.heads, ToString::to_string)?;
-            same(&format!("{part}.head_elems"), ours.head_elems, theirs.head_elems, ToString::to_string)?;
+            same(&format!("{part}.layers"), (&ours.layers, &theirs.layers), |l| show_layers(l))?;
+            same(&format!("{part}.heads"), (&ours.heads, &theirs.heads), ToString::to_string)?;
+            same(&format!("{part}.head_elems"), (&ours.head_elems, &theirs.head_elems), ToString::to_string)?;
             let dtype = |d: &Self| d.placement.part(part).map(|l| l.dtype);
-            same(&format!("{part}.dtype"), dtype(self), dtype(peer), |d| {
+            same(&format!("{part}.dtype"), (&dtype(self), &dtype(peer)), |d| {
                 d.map_or_else(|| "none".into(), |d| d.to_string())
             })?;
         }
-        same("model", &self.model, &peer.model, ToString::to_string)
+        same("model", (&self.model, &peer.model), Clone::clone)
     }
+}
+
+fn join<T: ToString>(items: impl Iterator<Item = T>, between: &str) -> String {
+    items.map(|item| item.to_string()).collect::<Vec<_>>().join(between)
+}
+
+/// `30 layers 0-29`; of many spans only the first few, because a peer chose how many there are.
+fn show_layers(layers: &[LayerId]) -> String {
+    let spans: Vec<_> = layers.chunk_by(|a, b| a.0.checked_add(1) == Some(b.0)).collect();
+    let span = |s: &&[LayerId]| match s {
+        [first, .., last] => format!("{first}-{last}"),
+        _ => join(s.iter(), ""),
+    };
+    let more = if spans.len() > 8 { ",..." } else { "" };
+    format!("{} layers {}{more}", layers.len(), join(spans.iter().take(8).map(span), ","))
 }

@@ -14,27 +14,41 @@
 
 extern crate alloc;
 
+mod coverage;
 mod descriptor;
 mod digest;
+mod holding;
 mod ids;
+mod moves;
+mod pair;
 mod placement;
-mod planner;
+mod plan;
 mod pool;
+mod run;
+mod runs;
 mod shape;
 mod spec;
+mod split;
 mod table;
+mod tokens;
+mod unsupported;
 
+pub use coverage::{Accepted, Coverage, CoverageError};
 pub use descriptor::{Descriptor, Mismatch, PROTOCOL};
 pub use digest::{PartDigest, UnitId};
 pub use ids::{
     Attempt, Blame, Bytes, Generation, HeadId, Incarnation, InstanceId, LayerId, PageId, RankId, RoomId,
     RoomKey, Row, Token, TokenRange,
 };
-pub use placement::{
-    PartLayout, Placement, PlacementError, RankCoords, Replica, TokenMap, shard, shard_replicated,
-};
-pub use planner::{Axis, End, Group, Pair, Plan, Run, Slice, StridedMove, Strides, Unit, Unsupported};
+pub use moves::{Slice, StridedMove, Strides};
+pub use pair::{End, Pair};
+pub use placement::{PartLayout, Placement, PlacementError, RankCoords, Replica};
+pub use plan::{Group, Plan, Unit};
 pub use pool::{PoolLayout, Region};
+pub use run::Run;
 pub use shape::{CacheShape, Dtype, Part, PartShape};
 pub use spec::{LayerSplit, LayoutSpec, SpecError};
+pub use split::{shard, shard_replicated};
 pub use table::PageTable;
+pub use tokens::TokenMap;
+pub use unsupported::{Axis, Unsupported};

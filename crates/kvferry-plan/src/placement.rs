@@ -1,144 +1,17 @@
 //! Who holds a coordinate: a product of independent maps for layers, heads and tokens.
 
 use alloc::{format, string::String, vec::Vec};
-use core::{fmt, ops::Range};
+use core::ops::Range;
 use minicbor::{Decode, Encode};
 use serde::{Deserialize, Serialize};
 
-use crate::{Bytes, CacheShape, Dtype, LayerId, Part, PartShape, RankId, Token};
+use crate::split::same_heads;
+use crate::{Blame, Bytes, CacheShape, Dtype, LayerId, Part, PartShape, RankId, TokenMap, shard_replicated};
 
-/// The rule by which `count` whole items are dealt to `n` owners as *work*: owner `r` gets
-/// `floor(r*count/n) .. floor((r+1)*count/n)`, which is empty for some owners when `n > count`.
-///
-/// ```
-/// use kvferry_plan::shard;
-/// assert_eq!(shard(9, 4, 1), 2..4);
-/// assert_eq!(shard(1, 2, 0), 0..0);
-/// assert_eq!(shard(1, 2, 1), 0..1);
-/// ```
-#[must_use]
-pub fn shard(count: u32, n: u32, r: u32) -> Range<u32> {
-    if n == 0 || r >= n {
-        return 0..0;
-    }
-    let cut = |r: u32| (u64::from(r) * u64::from(count) / u64::from(n)) as u32;
-    cut(r)..cut(r + 1)
-}
-
-/// The rule by which `count` stored heads are held by `n` owners: as [`shard`] while `n <= count`; with more
-/// owners than heads, owner `r` holds head `floor(r*count/n)`, so heads are replicated over consecutive owners.
-///
-/// ```
-/// use kvferry_plan::shard_replicated;
-/// let held: Vec<_> = (0..4).map(|r| shard_replicated(2, 4, r)).collect();
-/// assert_eq!(held, [0..1, 0..1, 1..2, 1..2]);
-/// ```
-#[must_use]
-pub fn shard_replicated(count: u32, n: u32, r: u32) -> Range<u32> {
-    if n <= count || count == 0 || r >= n {
-        return shard(count, n, r);
-    }
-    let head = (u64::from(r) * u64::from(count) / u64::from(n)) as u32;
-    head..head + 1
-}
-
-/// How the tokens of a request are dealt to the ranks that share a head group.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Encode, Decode, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-#[non_exhaustive]
-pub enum TokenMap {
-    /// Every rank holds every token.
-    #[n(0)]
-    Dense,
-    /// Decode context parallelism: token `t` is on DCP rank `(t / interleave) % ranks`.
-    #[n(1)]
-    Interleaved {
-        /// DCP size; divides the attention TP.
-        #[n(0)]
-        ranks: u32,
-        /// Consecutive tokens dealt at a time.
-        #[n(1)]
-        interleave: u32,
-    },
-    /// KV sharding: logical page `l` is on shard rank `l % ranks`, as local page `l / ranks`. Ownership comes
-    /// from the page id, not from the position.
-    #[n(2)]
-    PageSharded {
-        /// Shard group size.
-        #[n(0)]
-        ranks: u32,
-    },
-}
-
-impl TokenMap {
-    /// Number of different token classes: ranks with the same class hold the same tokens.
-    #[must_use]
-    pub fn classes(self) -> u32 {
-        match self {
-            Self::Dense => 1,
-            Self::Interleaved { ranks, .. } | Self::PageSharded { ranks } => ranks,
-        }
-    }
-
-    /// Where `class` keeps `token`: the index among the tokens it holds, or `None` if another class holds it.
-    /// For [`TokenMap::PageSharded`] ownership is decided by page ids, so this counts positions (all of them).
-    ///
-    /// ```
-    /// use kvferry_plan::{Token, TokenMap};
-    /// let dcp = TokenMap::Interleaved { ranks: 4, interleave: 1 };
-    /// assert_eq!(dcp.local(Token(6), 2), Some(1));
-    /// assert_eq!(dcp.local(Token(6), 3), None);
-    /// ```
-    #[must_use]
-    pub fn local(self, token: Token, class: u32) -> Option<u64> {
-        match self {
-            Self::Dense | Self::PageSharded { .. } => Some(token.0),
-            Self::Interleaved { ranks, interleave } => {
-                let (n, il) = (u64::from(ranks), u64::from(interleave));
-                let block = token.0.checked_div(il)?;
-                (block.checked_rem(n)? == u64::from(class)).then(|| block / n * il + token.0 % il)
-            }
-        }
-    }
-
-    /// The token at local index `local` of `class`: the inverse of [`TokenMap::local`].
-    #[must_use]
-    pub fn token(self, local: u64, class: u32) -> Option<Token> {
-        match self {
-            Self::Dense | Self::PageSharded { .. } => Some(Token(local)),
-            Self::Interleaved { ranks, interleave } => {
-                let (n, il) = (u64::from(ranks), u64::from(interleave));
-                let cycle = local.checked_div(il)?;
-                let block = cycle.checked_mul(n)?.checked_add(u64::from(class))?;
-                block.checked_mul(il)?.checked_add(local % il).map(Token)
-            }
-        }
-    }
-
-    /// How many of the tokens `0 .. end` `class` holds: the exact count on a partial last page.
-    ///
-    /// Source: `(end / cycle) * il + clamp(end % cycle - class * il, 0, il)` with `cycle = ranks * il`.
-    ///
-    /// ```
-    /// use kvferry_plan::{Token, TokenMap};
-    /// let dcp = TokenMap::Interleaved { ranks: 4, interleave: 1 };
-    /// assert_eq!(dcp.owned(Token(1), 0), 1);
-    /// assert_eq!(dcp.owned(Token(1), 3), 0);
-    /// assert_eq!(dcp.owned(Token(257), 0), 65);
-    /// ```
-    #[must_use]
-    pub fn owned(self, end: Token, class: u32) -> u64 {
-        match self {
-            Self::Dense | Self::PageSharded { .. } => end.0,
-            Self::Interleaved { ranks, interleave } => {
-                let (n, il) = (u64::from(ranks), u64::from(interleave));
-                let Some(cycle) = n.checked_mul(il).filter(|c| *c > 0) else { return 0 };
-                let rest = (end.0 % cycle).saturating_sub(u64::from(class).saturating_mul(il)).min(il);
-                end.0 / cycle * il + rest
-            }
-        }
-    }
-}
+/// Ranks of one instance; more are typing errors or hostile, not machines.
+const MAX_RANKS: u32 = 4096;
+/// Rows of a page, and tokens dealt at a time.
+const MAX_PAGE: u32 = 1 << 20;
 
 /// How one part is laid out on every rank of a side.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Encode, Decode, Serialize, Deserialize)]
@@ -182,7 +55,7 @@ pub struct Replica {
 #[derive(Clone, Debug, PartialEq, Eq, Encode, Decode, Serialize, Deserialize)]
 #[cbor(map)]
 pub struct Placement {
-    /// Global layer ids of each pipeline stage.
+    /// Global layer ids of each pipeline stage, ascending.
     #[n(0)]
     pub stages: Vec<Vec<LayerId>>,
     /// Prefill context-parallel size.
@@ -196,17 +69,18 @@ pub struct Placement {
     pub parts: Vec<PartLayout>,
 }
 
-/// Why a placement makes no sense; the caller's fault.
-#[derive(Clone, Debug, PartialEq, Eq)]
+/// Why a placement (or the shape that it is to hold) makes no sense.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{0}")]
 pub struct PlacementError(pub(crate) String);
 
-impl fmt::Display for PlacementError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.0)
+impl PlacementError {
+    /// Whoever wrote the placement: the caller.
+    #[must_use]
+    pub fn blame(&self) -> Blame {
+        Blame::Caller
     }
 }
-
-impl core::error::Error for PlacementError {}
 
 impl Placement {
     /// One rank that holds everything: what a monolithic run uses.
@@ -255,18 +129,15 @@ impl Placement {
         let Some(stage) = self.coords(rank).and_then(|c| self.stages.get(c.stage as usize)) else {
             return Vec::new();
         };
-        shape.layers.iter().copied().filter(|layer| stage.contains(layer)).collect()
+        shape.layers.iter().copied().filter(|layer| stage.binary_search(layer).is_ok()).collect()
     }
 
     /// The heads of `part` that `rank` holds. With DCP, consecutive ranks of one head group hold the same heads.
     #[must_use]
     pub fn heads(&self, shape: &PartShape, rank: RankId) -> Range<u32> {
         let (Some(at), Some(layout)) = (self.coords(rank), self.part(shape.part)) else { return 0..0 };
-        let per_group = match layout.tokens {
-            TokenMap::Interleaved { ranks, .. } => ranks.max(1),
-            TokenMap::Dense | TokenMap::PageSharded { .. } => 1,
-        };
-        shard_replicated(shape.heads, self.tp / per_group, at.tp / per_group)
+        let dealt = layout.tokens.dealt_in_tp();
+        shard_replicated(shape.heads, self.tp / dealt, at.tp / dealt)
     }
 
     /// The token class of `rank` for `part`: its DCP rank, its shard rank, or 0.
@@ -301,18 +172,21 @@ impl Placement {
     /// ```
     #[must_use]
     pub fn replica(&self, shape: &PartShape, rank: RankId) -> Replica {
-        let Some(me) = self.coords(rank) else { return Replica { index: 0, count: 1 } };
-        let holds = |r: RankId| (self.heads(shape, r), self.class(shape.part, r));
-        let mine = holds(rank);
-        let (mut index, mut count) = (0, 0);
-        let per_stage = self.cp.saturating_mul(self.tp);
-        for r in (0..per_stage).map(|i| RankId(me.stage * per_stage + i)) {
-            if holds(r) == mine {
-                index += u32::from(r < rank);
-                count += 1;
+        let (Some(at), Some(layout)) = (self.coords(rank), self.part(shape.part)) else {
+            return Replica { index: 0, count: 1 };
+        };
+        let dealt = layout.tokens.dealt_in_tp();
+        let group = at.tp / dealt;
+        let groups = same_heads(shape.heads, self.tp / dealt, group);
+        let (index, count) = (group - groups.start, groups.end - groups.start);
+        match layout.tokens {
+            TokenMap::Dense | TokenMap::Interleaved { .. } => {
+                Replica { index: at.cp * count + index, count: self.cp * count }
             }
+            // Pages are dealt over CP, or else over TP: then nobody shares a rank's pages.
+            TokenMap::PageSharded { .. } if self.cp > 1 => Replica { index, count },
+            TokenMap::PageSharded { .. } => Replica { index: 0, count: 1 },
         }
-        Replica { index, count }
     }
 
     /// Checks that the placement describes `shape` completely and with sane numbers, so that every later
@@ -321,54 +195,82 @@ impl Placement {
     /// # Errors
     /// Names the number that is wrong and what would be right.
     pub fn check(&self, shape: &CacheShape) -> Result<(), PlacementError> {
-        let fail = |text: String| Err(PlacementError(text));
+        shape.check()?;
         if self.tp == 0 || self.cp == 0 || self.stages.is_empty() {
             return fail("tp, cp and the number of pipeline stages must be at least 1".into());
         }
-        if self.ranks() == 0 || self.ranks() > 4096 {
+        if !(1..=MAX_RANKS).contains(&self.ranks()) {
             return fail(format!(
-                "{} stages x cp {} x tp {} is more than the 4096 ranks supported",
+                "{} stages x cp {} x tp {} is more than the {MAX_RANKS} ranks supported",
                 self.stages.len(),
                 self.cp,
                 self.tp
             ));
         }
+        for (i, layout) in self.parts.iter().enumerate() {
+            if self.parts.iter().take(i).any(|other| other.part == layout.part) {
+                return fail(format!("the layout describes the part `{}` twice", layout.part));
+            }
+        }
         for part in &shape.parts {
-            let Some(layout) = self.part(part.part) else {
-                return fail(format!("the layout says nothing about the part `{}`", part.part));
-            };
-            if layout.page_size == 0 || layout.page_size > 1 << 20 {
-                return fail(format!("page size {} is not in 1..=1048576", layout.page_size));
+            match self.part(part.part) {
+                Some(layout) => self.check_part(layout)?,
+                None => return fail(format!("the layout says nothing about the part `{}`", part.part)),
             }
-            if part.heads == 0 || part.head_elems == 0 {
-                return fail(format!("part `{}` has rows of no bytes", part.part));
-            }
-            match layout.tokens {
-                TokenMap::Dense => {}
-                TokenMap::Interleaved { ranks, interleave } => {
-                    if ranks == 0 || interleave == 0 || interleave > 1 << 20 {
-                        return fail(format!(
-                            "dcp {ranks} with interleave {interleave}: both must be at least 1"
-                        ));
-                    }
-                    if !self.tp.is_multiple_of(ranks) {
-                        return fail(format!("dcp {ranks} does not divide tp {}", self.tp));
-                    }
+        }
+        self.check_stages(shape)
+    }
+
+    fn check_part(&self, layout: &PartLayout) -> Result<(), PlacementError> {
+        if !(1..=MAX_PAGE).contains(&layout.page_size) {
+            return fail(format!("page size {} is not in 1..={MAX_PAGE}", layout.page_size));
+        }
+        match layout.tokens {
+            TokenMap::Dense => {}
+            TokenMap::Interleaved { ranks, interleave } => {
+                if ranks == 0 || !(1..=MAX_PAGE).contains(&interleave) {
+                    return fail(format!(
+                        "dcp {ranks} with interleave {interleave}: dcp must be at least 1 and interleave in \
+                         1..={MAX_PAGE}"
+                    ));
                 }
-                TokenMap::PageSharded { ranks } => {
-                    let group = if self.cp > 1 { self.cp } else { self.tp };
-                    if ranks != group {
-                        return fail(format!("{ranks} shard ranks, but the shard group has {group}"));
-                    }
+                if !self.tp.is_multiple_of(ranks) {
+                    return fail(format!("dcp {ranks} does not divide tp {}", self.tp));
                 }
             }
-            for layer in &part.layers {
-                let held = self.stages.iter().filter(|s| s.contains(layer)).count();
-                if held != 1 {
-                    return fail(format!("layer {layer} is in {held} pipeline stages, not in exactly one"));
+            TokenMap::PageSharded { ranks } => {
+                let (axis, group) = if self.cp > 1 { ("cp", self.cp) } else { ("tp", self.tp) };
+                if ranks != group {
+                    return fail(format!(
+                        "{ranks} shard ranks, but pages are dealt over the {group} {axis} ranks"
+                    ));
                 }
             }
         }
         Ok(())
     }
+
+    /// Every layer of every part is in exactly one stage.
+    fn check_stages(&self, shape: &CacheShape) -> Result<(), PlacementError> {
+        for (i, stage) in self.stages.iter().enumerate() {
+            if !stage.is_sorted_by(|a, b| a < b) {
+                return fail(format!("the layers of stage {i} are not ascending"));
+            }
+        }
+        let mut held: Vec<LayerId> = self.stages.concat();
+        held.sort_unstable();
+        if let Some(twice) = held.windows(2).find(|w| w.first() == w.last()).and_then(|w| w.first()) {
+            return fail(format!("layer {twice} is in two pipeline stages; give it to one"));
+        }
+        for part in &shape.parts {
+            if let Some(layer) = part.layers.iter().find(|l| held.binary_search(l).is_err()) {
+                return fail(format!("layer {layer} is in no pipeline stage; give it to one"));
+            }
+        }
+        Ok(())
+    }
+}
+
+fn fail(text: String) -> Result<(), PlacementError> {
+    Err(PlacementError(text))
 }

@@ -1,6 +1,6 @@
 //! Where a row lies in a rank's arena: the only place that knows byte offsets.
 
-use alloc::vec::Vec;
+use alloc::{format, vec::Vec};
 
 use crate::{Bytes, CacheShape, LayerId, PageId, Part, Placement, PlacementError, RankId, Row};
 
@@ -26,7 +26,8 @@ impl Region {
     /// Offset of `row` in the arena, or `None` past the last row.
     #[must_use]
     pub fn row_offset(&self, row: Row) -> Option<Bytes> {
-        (row.0 < self.rows).then(|| Bytes(self.offset.0 + row.0 * self.row_bytes.0))
+        let at = row.0.checked_mul(self.row_bytes.0).and_then(|at| at.checked_add(self.offset.0));
+        at.filter(|_| row.0 < self.rows).map(Bytes)
     }
 }
 
@@ -42,7 +43,7 @@ impl PoolLayout {
     /// The pool of `rank` with `pages` pages.
     ///
     /// # Errors
-    /// When the placement does not describe the shape, or the sizes overflow.
+    /// When the placement does not describe the shape, has no such rank, or the sizes overflow.
     ///
     /// ```
     /// use kvferry_plan::{CacheShape, Dtype, LayerId, Part, Placement, PoolLayout, RankId, Row};
@@ -61,6 +62,9 @@ impl PoolLayout {
         pages: u32,
     ) -> Result<Self, PlacementError> {
         placement.check(shape)?;
+        if rank.0 >= placement.ranks() {
+            return Err(PlacementError(format!("rank {rank} of a layout with {} ranks", placement.ranks())));
+        }
         let too_large = || PlacementError("the pool is larger than an address space".into());
         let align = |n: u64| n.checked_next_multiple_of(ALIGN).ok_or_else(too_large);
         let mut at = align(u64::from(pages) * 8)?;
@@ -109,7 +113,7 @@ impl PoolLayout {
         self.regions
             .binary_search_by_key(&(layer, part), |r| (r.layer, r.part))
             .ok()
-            .map(|i| &self.regions[i])
+            .and_then(|i| self.regions.get(i))
     }
 
     /// All regions, by layer and part.

@@ -1,11 +1,14 @@
 //! What a model caches per token, before any question of who holds it.
 
-use alloc::vec::Vec;
+use alloc::{format, vec::Vec};
 use core::{fmt, str::FromStr};
 use minicbor::{Decode, Encode};
 use serde::{Deserialize, Serialize};
 
-use crate::{Bytes, LayerId};
+use crate::{Bytes, LayerId, PlacementError};
+
+/// Elements of one token of one layer and part, over all heads.
+const MAX_ROW_ELEMS: u64 = 1 << 28;
 
 /// A kind of cache content. The number is its code on the wire.
 #[derive(
@@ -184,5 +187,32 @@ impl CacheShape {
                 })
                 .fold(0, u64::saturating_add),
         )
+    }
+    /// Checks that every part has rows and appears once, with its layers ascending. [`crate::Placement::check`]
+    /// asks this too.
+    ///
+    /// # Errors
+    /// Names the part and the number that is wrong.
+    pub fn check(&self) -> Result<(), PlacementError> {
+        for (i, part) in self.parts.iter().enumerate() {
+            let name = part.part;
+            let elems = u64::from(part.heads) * u64::from(part.head_elems);
+            let problem = if self.parts.iter().take(i).any(|other| other.part == name) {
+                "is described twice".into()
+            } else if elems == 0 {
+                "has rows of no bytes".into()
+            } else if elems > MAX_ROW_ELEMS {
+                format!(
+                    "has rows of {} heads x {} elements, more than {MAX_ROW_ELEMS}",
+                    part.heads, part.head_elems
+                )
+            } else if !part.layers.is_sorted_by(|a, b| a < b) {
+                "has layers that are not ascending".into()
+            } else {
+                continue;
+            };
+            return Err(PlacementError(format!("part `{name}` {problem}")));
+        }
+        Ok(())
     }
 }

@@ -7,7 +7,7 @@ use alloc::{
 };
 use core::{fmt, str::FromStr};
 
-use crate::{CacheShape, Dtype, LayerId, Part, PartLayout, Placement, TokenMap};
+use crate::{Blame, CacheShape, Dtype, LayerId, Part, PartLayout, Placement, TokenMap};
 
 /// How layers are dealt to pipeline stages.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -57,17 +57,18 @@ impl Default for LayoutSpec {
     }
 }
 
-/// Why a layout specification was refused; the caller's fault.
-#[derive(Clone, Debug, PartialEq, Eq)]
+/// Why a layout specification was refused.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{0}")]
 pub struct SpecError(String);
 
-impl fmt::Display for SpecError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.0)
+impl SpecError {
+    /// Whoever wrote the specification: the caller.
+    #[must_use]
+    pub fn blame(&self) -> Blame {
+        Blame::Caller
     }
 }
-
-impl core::error::Error for SpecError {}
 
 const KEYS: &str = "tp, dcp, interleave, pp, layers, cp, shard, ep, page, kv";
 /// Larger parallel sizes are typing errors, not machines.

@@ -1,10 +1,11 @@
 //! Which pages of a rank's pool a request owns.
 
-use alloc::vec::Vec;
+use alloc::{format, vec::Vec};
 use minicbor::{Decode, Encode};
 use serde::{Deserialize, Serialize};
 
-use crate::{PageId, Row};
+use crate::unsupported::unsupported;
+use crate::{Axis, PageId, Row, Unsupported};
 
 /// A request's pages on one rank (mirrored on all ranks of an instance): entry `k` holds local rows
 /// `k * page_size .. (k + 1) * page_size`, counted from token 0 of the request, held prefix included.
@@ -34,5 +35,29 @@ impl PageTable {
         let size = u64::from(page_size);
         let page = self.0.get(usize::try_from(local.checked_div(size)?).ok()?)?;
         u64::from(page.0).checked_mul(size)?.checked_add(local % size).map(Row)
+    }
+
+    /// Checks that a pool of `pages` pages can own these pages for one request: each exists and none comes twice.
+    /// Asked once, when a table is granted; plans do not ask again.
+    ///
+    /// # Errors
+    /// Names the page.
+    ///
+    /// ```
+    /// use kvferry_plan::{PageId, PageTable};
+    /// assert!(PageTable([PageId(7), PageId(2)].into()).check(8).is_ok());
+    /// assert!(PageTable([PageId(7), PageId(7)].into()).check(8).is_err());
+    /// assert!(PageTable([PageId(8)].into()).check(8).is_err());
+    /// ```
+    pub fn check(&self, pages: u32) -> Result<(), Unsupported> {
+        let mut sorted = self.0.clone();
+        sorted.sort_unstable();
+        if let Some(last) = sorted.last().filter(|last| last.0 >= pages) {
+            return unsupported(Axis::PageTable, format!("page {last} of a pool with {pages} pages"));
+        }
+        if let Some(twice) = sorted.windows(2).find(|w| w.first() == w.last()).and_then(|w| w.first()) {
+            return unsupported(Axis::PageTable, format!("page {twice} is in the table twice"));
+        }
+        Ok(())
     }
 }
