@@ -1,0 +1,279 @@
+//! Text to token ids and back.
+//!
+//! Two kinds: the model's own tokenizer (byte-level BPE from GGUF metadata, or a `tokenizer.json`), and latin-1
+//! bytes for models whose vocabulary is the 256 bytes. It is *not* for chat formatting ([`crate::chat`]).
+
+use kvferry_plan::Blame;
+use std::{collections::HashMap, fmt, panic, sync::Arc};
+use tokenizers::{
+    AddedToken, DecoderWrapper, NormalizerWrapper, PostProcessorWrapper, PreTokenizerWrapper,
+    SplitDelimiterBehavior,
+    models::bpe::BPE,
+    normalizers::NFC,
+    pre_tokenizers::{
+        byte_level::ByteLevel,
+        digits::Digits,
+        sequence::Sequence,
+        split::{Split, SplitPattern},
+    },
+    processors::template::TemplateProcessing,
+};
+
+/// How Qwen 2 cuts a text before merging: contractions, words with one leading character, single digits,
+/// punctuation, and runs of white space.
+const QWEN2_SPLIT: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
+
+/// Why text could not be turned into tokens, or a tokenizer could not be built.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum TokenizerError {
+    /// A character outside of latin-1, for a model that reads bytes.
+    #[error(
+        "character {character:?} at byte {at} is outside of latin-1, which is all that this model reads; \
+         remove it"
+    )]
+    NotLatin1 {
+        /// The character.
+        character: char,
+        /// Its offset in the text, in bytes.
+        at: usize,
+    },
+    /// The tokenizer itself could not take the text.
+    #[error("the tokenizer cannot take this text: {0}; shorten or split it")]
+    Text(String),
+    /// The tokenizer's definition contradicts itself.
+    #[error("the tokenizer is not usable: {0}")]
+    Definition(String),
+}
+
+impl TokenizerError {
+    /// Who can do something about it.
+    #[must_use]
+    pub fn blame(&self) -> Blame {
+        match self {
+            Self::NotLatin1 { .. } | Self::Text(_) => Blame::Caller,
+            Self::Definition(_) => Blame::Environment,
+        }
+    }
+}
+
+/// A cut of the text before merging, as GGUF files name it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum PreTokenizer {
+    /// Words, numbers and punctuation, each with one leading space.
+    Gpt2,
+    /// As GPT-2, every digit on its own.
+    SmolLm,
+    /// As its pattern says; text is normalised to NFC.
+    Qwen2,
+}
+
+impl PreTokenizer {
+    /// Files without a name, or with `default`, come from converters that did not know better than GPT-2.
+    pub(crate) fn named(name: &str) -> Option<Self> {
+        match name {
+            "gpt2" | "gpt-2" | "default" => Some(Self::Gpt2),
+            "smollm" => Some(Self::SmolLm),
+            "qwen2" => Some(Self::Qwen2),
+            _ => None,
+        }
+    }
+
+    fn build(self) -> Result<PreTokenizerWrapper, tokenizers::Error> {
+        let byte_level = ByteLevel::default().add_prefix_space(false);
+        let parts: Vec<PreTokenizerWrapper> = match self {
+            Self::Gpt2 => vec![byte_level.into()],
+            Self::SmolLm => vec![Digits::new(true).into(), byte_level.into()],
+            Self::Qwen2 => {
+                let pattern = SplitPattern::Regex(QWEN2_SPLIT.to_owned());
+                let split = Split::new(pattern, SplitDelimiterBehavior::Isolated, false)?;
+                vec![split.into(), byte_level.use_regex(false).into()]
+            }
+        };
+        Ok(Sequence::new(parts).into())
+    }
+}
+
+/// A byte-level BPE tokenizer as data.
+pub(crate) struct Vocabulary {
+    /// Ids of tokens, written in the byte-level alphabet.
+    pub(crate) ids: HashMap<String, u32>,
+    /// Pairs to merge, most urgent first.
+    pub(crate) merges: Vec<(String, String)>,
+    /// How text is cut before merging.
+    pub(crate) pre: PreTokenizer,
+    /// Control tokens: found in text, left out when decoding.
+    pub(crate) special: Vec<String>,
+    /// Tokens that are found in text before merging.
+    pub(crate) verbatim: Vec<String>,
+    /// Begins every text that is encoded with special tokens.
+    pub(crate) begin: Option<String>,
+}
+
+#[derive(Clone)]
+enum Kind {
+    Latin1,
+    Model(Arc<tokenizers::Tokenizer>),
+}
+
+/// A tokenizer; cloning shares it.
+#[derive(Clone)]
+pub struct Tokenizer(Kind);
+
+impl fmt::Debug for Tokenizer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self.0 {
+            Kind::Latin1 => "Tokenizer(latin-1)",
+            Kind::Model(_) => "Tokenizer(model)",
+        })
+    }
+}
+
+impl Tokenizer {
+    /// Token `n` is the character `n` of latin-1.
+    ///
+    /// ```
+    /// use kvferry_engine::tokenizer::Tokenizer;
+    /// let bytes = Tokenizer::latin1();
+    /// assert_eq!(bytes.encode("aé", true).unwrap(), [97, 233]);
+    /// assert_eq!(bytes.decode(&[97, 233]), "aé");
+    /// assert!(bytes.encode("→", true).is_err());
+    /// ```
+    #[must_use]
+    pub fn latin1() -> Self {
+        Self(Kind::Latin1)
+    }
+
+    /// Builds a byte-level BPE tokenizer.
+    pub(crate) fn byte_level(vocabulary: Vocabulary) -> Result<Self, TokenizerError> {
+        let Vocabulary { ids, merges, pre, special, verbatim, begin } = vocabulary;
+        let definition = |error: tokenizers::Error| TokenizerError::Definition(error.to_string());
+        // The library takes for granted that a merged token is no longer than the longest token.
+        let mut merged = String::new();
+        for (first, second) in &merges {
+            merged.clear();
+            merged.extend([first.as_str(), second]);
+            if let Some(absent) = [first, second, &merged].into_iter().find(|token| !ids.contains_key(*token))
+            {
+                return Err(TokenizerError::Definition(format!("merges use {absent:?}, which is no token")));
+            }
+        }
+        let begin = begin.and_then(|token| ids.get(&token).map(|id| (token.clone(), *id)));
+        let bpe = BPE::builder()
+            .vocab_and_merges(ids.into_iter().collect::<tokenizers::models::bpe::Vocab>(), merges);
+        let mut model = tokenizers::Tokenizer::new(bpe.build().map_err(definition)?);
+        model.with_pre_tokenizer(Some(pre.build().map_err(definition)?));
+        model.with_decoder(Some(DecoderWrapper::from(ByteLevel::default())));
+        if pre == PreTokenizer::Qwen2 {
+            model.with_normalizer(Some(NormalizerWrapper::from(NFC))).map_err(definition)?;
+        }
+        if let Some((token, id)) = begin {
+            let template = TemplateProcessing::builder()
+                .try_single(vec![token.clone(), "$A".to_owned()])
+                .map_err(TokenizerError::Definition)?
+                .special_tokens(vec![(token, id)])
+                .build()
+                .map_err(|error| TokenizerError::Definition(error.to_string()))?;
+            model.with_post_processor(Some(PostProcessorWrapper::from(template)));
+        }
+        let added = |tokens: Vec<String>, special| {
+            tokens.into_iter().map(move |token| AddedToken::from(token, special).normalized(false))
+        };
+        model.add_special_tokens(added(special, true)).map_err(definition)?;
+        model.add_tokens(added(verbatim, false)).map_err(definition)?;
+        Ok(Self(Kind::Model(Arc::new(model))))
+    }
+
+    /// Reads a `tokenizer.json`.
+    pub(crate) fn from_json(json: &[u8]) -> Result<Self, TokenizerError> {
+        // The library panics on some definitions (merges longer than any token), and a file may hold anything.
+        let built = panic::catch_unwind(|| tokenizers::Tokenizer::from_bytes(json));
+        let model = built.map_err(|_| TokenizerError::Definition("it contradicts itself".to_owned()))?;
+        let model = model.map_err(|error| TokenizerError::Definition(error.to_string()))?;
+        Ok(Self(Kind::Model(Arc::new(model))))
+    }
+
+    /// The tokens of a text. Special tokens that are spelled out in the text are recognised; `special` also adds
+    /// those that the model wants around every text (a chat template has written them already).
+    ///
+    /// # Errors
+    /// [`TokenizerError::NotLatin1`] or [`TokenizerError::Text`], when the text cannot be taken.
+    pub fn encode(&self, text: &str, special: bool) -> Result<Vec<u32>, TokenizerError> {
+        match &self.0 {
+            Kind::Latin1 => text
+                .char_indices()
+                .map(|(at, character)| {
+                    u8::try_from(character)
+                        .map(u32::from)
+                        .map_err(|_| TokenizerError::NotLatin1 { character, at })
+                })
+                .collect(),
+            Kind::Model(model) => model
+                .encode_fast(text, special)
+                .map(|encoding| encoding.get_ids().to_vec())
+                .map_err(|error| TokenizerError::Text(error.to_string())),
+        }
+    }
+
+    /// The text of tokens: special tokens and ids outside of the vocabulary are left out, bytes that are no UTF-8
+    /// become U+FFFD.
+    #[must_use]
+    pub fn decode(&self, ids: &[u32]) -> String {
+        match &self.0 {
+            Kind::Latin1 => ids.iter().filter_map(|id| u8::try_from(*id).ok()).map(char::from).collect(),
+            Kind::Model(model) => model.decode(ids, true).unwrap_or_default(),
+        }
+    }
+
+    /// Decodes tokens one by one.
+    #[must_use]
+    pub fn detokenizer(&self) -> Detokenizer {
+        Detokenizer { tokenizer: self.clone(), ids: Vec::new(), shown: 0 }
+    }
+}
+
+/// Decodes a stream of tokens: what `push` returns, concatenated, is the text so far, and never ends inside of a
+/// character.
+#[derive(Clone, Debug)]
+pub struct Detokenizer {
+    tokenizer: Tokenizer,
+    /// Tokens whose text is shown (kept because a decoder may treat a token by its predecessors), then tokens
+    /// whose text is held back.
+    ids: Vec<u32>,
+    /// How many of `ids` are shown.
+    shown: usize,
+}
+
+impl Detokenizer {
+    /// Tokens after which bytes that still are no UTF-8 will not become any: a character has at most four.
+    const PATIENCE: usize = 4;
+
+    /// Takes a token; answers the text that is certain now, often empty.
+    ///
+    /// ```
+    /// use kvferry_engine::tokenizer::Tokenizer;
+    /// let mut stream = Tokenizer::latin1().detokenizer();
+    /// assert_eq!(stream.push(65), "A");
+    /// ```
+    pub fn push(&mut self, id: u32) -> String {
+        self.ids.push(id);
+        self.advance(self.ids.len() - self.shown >= Self::PATIENCE)
+    }
+
+    /// The text that was held back, at the end of the stream.
+    pub fn finish(&mut self) -> String {
+        self.advance(true)
+    }
+
+    fn advance(&mut self, force: bool) -> String {
+        let (before, _) = self.ids.split_at(self.shown.min(self.ids.len()));
+        let (before, all) = (self.tokenizer.decode(before), self.tokenizer.decode(&self.ids));
+        if all.ends_with(char::REPLACEMENT_CHARACTER) && !force {
+            return String::new();
+        }
+        let new = all.strip_prefix(before.as_str()).unwrap_or_default().to_owned();
+        self.ids.drain(..self.shown);
+        self.shown = self.ids.len();
+        new
+    }
+}
