@@ -12,7 +12,7 @@ use crate::unsupported::unsupported;
 use crate::{Axis, PageTable, Replica, Row, Run, Token, TokenRange, Unsupported};
 
 /// Blocks that a plan may visit one by one, which only two different interleaves make it do.
-const MAX_BLOCKS: u64 = 1 << 22;
+const MAX_BLOCKS: u64 = 1 << 20;
 
 /// What the runs of a part depend on besides the page tables: parts with equal relations share their runs.
 #[derive(Clone, Copy, PartialEq, Eq)]

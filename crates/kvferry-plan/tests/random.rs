@@ -1,0 +1,85 @@
+//! Random large geometries against the naive copier.
+
+#![allow(clippy::expect_used, clippy::panic, clippy::unwrap_used)]
+
+mod naive;
+
+use kvferry_plan::*;
+use naive::{Case, table};
+use proptest::prelude::*;
+use proptest::test_runner::FileFailurePersistence;
+
+/// Failing cases are kept beside this file and tried first.
+fn config(cases: u32) -> ProptestConfig {
+    let keep = FileFailurePersistence::WithSource("regressions");
+    ProptestConfig { cases, failure_persistence: Some(Box::new(keep)), ..ProptestConfig::default() }
+}
+
+fn token_map(tp: u32, cp: u32, latent: bool) -> BoxedStrategy<TokenMap> {
+    let divisors: Vec<u32> = (2..=tp).filter(|d| tp.is_multiple_of(*d)).collect();
+    let mut maps = vec![Just(TokenMap::Dense).boxed()];
+    if !divisors.is_empty() {
+        let interleave = prop_oneof![3 => Just(1_u32), 2 => 2..9_u32, 1 => 16..100_u32];
+        let dcp = (prop::sample::select(divisors), interleave);
+        maps.push(dcp.prop_map(|(ranks, interleave)| TokenMap::Interleaved { ranks, interleave }).boxed());
+    }
+    if cp > 1 || (latent && tp > 1) {
+        maps.push(Just(TokenMap::PageSharded { ranks: if cp > 1 { cp } else { tp } }).boxed());
+    }
+    prop::strategy::Union::new(maps).boxed()
+}
+
+/// A placement whose parts may differ in token map and page size, as draft rows do.
+fn placement(shape: CacheShape, cps: std::ops::Range<u32>) -> impl Strategy<Value = Placement> {
+    let layers = shape.parts[0].layers.len();
+    let latent = shape.part(Part::Latent).is_some();
+    (1..9_u32, cps, prop::collection::vec(0..3_usize, layers)).prop_flat_map(move |(tp, cp, stage_of)| {
+        let mut stages = vec![Vec::new(); 3];
+        stage_of.iter().enumerate().for_each(|(layer, stage)| stages[*stage].push(LayerId(layer as u32)));
+        let parts: Vec<_> = (shape.parts.iter())
+            .map(|p| {
+                let part = p.part;
+                (token_map(tp, cp, latent), 1..70_u32).prop_map(move |(tokens, page_size)| PartLayout {
+                    part,
+                    tokens,
+                    page_size,
+                    dtype: Dtype::Bf16,
+                })
+            })
+            .collect();
+        parts.prop_map(move |parts| Placement { stages: stages.clone(), cp, tp, parts })
+    })
+}
+
+fn case(longest: u64) -> impl Strategy<Value = Case> {
+    let shapes = prop_oneof![
+        (1..4_u32, 1..7_u32).prop_map(|(layers, heads)| CacheShape::gqa(layers, heads, 2)),
+        (1..4_u32).prop_map(|layers| CacheShape::mla(layers, 3)),
+    ];
+    shapes.prop_flat_map(move |shape| {
+        let sides = (placement(shape.clone(), 1..4), placement(shape.clone(), 1..2));
+        let cuts = prop::collection::btree_set(0..longest, 2..5);
+        (Just(shape), sides, cuts, any::<u64>()).prop_map(|(shape, (src, dst), cuts, seed)| {
+            let cuts: Vec<u64> = cuts.into_iter().collect();
+            let end = *cuts.last().unwrap();
+            let (src_table, dst_table) = (table(&src, end, seed), table(&dst, end, !seed));
+            let chunks = cuts.windows(2).map(|w| TokenRange::new(w[0], w[1])).collect();
+            Case { shape, src, dst, src_table, dst_table, chunks }
+        })
+    })
+}
+
+proptest! {
+    #![proptest_config(config(300))]
+
+    #[test]
+    fn small_cases_byte_by_byte(case in case(60)) {
+        case.check_rows();
+        case.check_bytes();
+    }
+
+    #[test]
+    fn large_cases_row_by_row(case in case(3_000)) {
+        case.check_rows();
+    }
+}
