@@ -1,6 +1,61 @@
-//! CPU engine: models, loaders, KV pools, rank groups and a scheduler.
+//! CPU engine: models, KV pools, rank groups and a scheduler, made to prove KV hand-offs and to be useful on a
+//! laptop.
+//!
+//! A [`Model`] is loaded once and shared. An [`Engine`] runs it in a layout (`tp`, `dcp`, page size ...): every rank
+//! has its own pool, a [`kvferry_arena::Arena`], and its own share of the work; ranks are threads of one step. One
+//! scheduler thread owns pages and requests. Requests come whole ([`Engine::generate`]), or split over two
+//! engines: [`Engine::prefill`] computes a prompt and reports every chunk to a [`HandOff`];
+//! [`Engine::reserve`] and [`Engine::decode`] continue a prompt whose cache was put into the pool from outside.
+//!
+//! ```
+//! use std::sync::Arc;
+//! use kvferry_engine::{Engine, EngineConfig, Event, LoadOptions, Model, NoHandOff, Request, checkpoint};
+//!
+//! let model = Model::from_checkpoint(&checkpoint::embedded()?, LoadOptions::default())?;
+//! let engine = Engine::start(model, &EngineConfig::default(), Arc::new(NoHandOff))?;
+//! let events: Vec<Event> = engine.generate(Request::greedy(vec![180], 3))?.collect();
+//! let ids: Vec<u32> = events
+//!     .iter()
+//!     .filter_map(|event| match event {
+//!         Event::Token { id, .. } => Some(*id),
+//!         _ => None,
+//!     })
+//!     .collect();
+//! // What another implementation generates from the same weights.
+//! assert_eq!(ids, [323, 52, 8]);
+//! assert!(matches!(events.last(), Some(Event::Done { prompt_tokens_computed: 1, .. })));
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+//!
+//! *Not* for moving caches between processes (`kvferry-node`): the engine neither plans nor transports, and reads
+//! back by point queries what others moved.
+
+#![deny(unsafe_code)]
 
 pub mod chat;
 pub mod checkpoint;
+mod engine;
+mod error;
+mod forward;
+mod handoff;
+mod job;
+mod limits;
+mod mailbox;
 pub mod math;
+mod model;
+mod pages;
+mod pool;
+mod ranks;
+mod request;
+mod rows;
+mod sampler;
+mod scheduler;
+mod shares;
 pub mod tokenizer;
+
+pub use engine::{Engine, EngineConfig, EngineStats};
+pub use error::EngineError;
+pub use handoff::{FirstToken, HandOff, NoHandOff};
+pub use model::{Attention, LoadOptions, Model};
+pub use request::{Answer, Event, Events, Request, Sampling, StopReason};
+pub use rows::{Coordinate, PartRows, RankRows, Rows};

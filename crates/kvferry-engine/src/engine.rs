@@ -1,0 +1,266 @@
+//! The engine's front: what other threads and tasks call. Every call returns at once; the work is done by the
+//! scheduler thread.
+
+use std::{
+    sync::{Arc, Mutex, PoisonError},
+    thread::{self, JoinHandle},
+};
+
+use kvferry_arena::Arena;
+use kvferry_plan::{CacheShape, Descriptor, Dtype, LayoutSpec, PROTOCOL, PageTable, Placement, RoomKey};
+
+use crate::{
+    Answer, EngineError, Events, FirstToken, HandOff, Model, RankRows, Request, Rows,
+    forward::Forward,
+    limits::Limits,
+    mailbox::{Sender, mailbox},
+    scheduler::{Command, Scheduler},
+};
+
+/// How an engine is laid out and how much it may hold.
+#[derive(Clone, Debug, PartialEq)]
+pub struct EngineConfig {
+    /// Ranks, page size and token placement. Axes that this engine does not have yet are refused by name.
+    pub layout: LayoutSpec,
+    /// Element type of the pools, where the layout does not say.
+    pub kv: Dtype,
+    /// Most prompt tokens computed in one step; each chunk is handed over while the next is computed.
+    pub chunk: u32,
+    /// Longest sequence, prompt and generated tokens together; `None` takes the model's own limit.
+    pub max_model_len: Option<u32>,
+    /// Tokens that the pool holds at least, over all requests.
+    pub pool_tokens: u64,
+}
+
+impl Default for EngineConfig {
+    fn default() -> Self {
+        Self {
+            layout: LayoutSpec::default(),
+            kv: Dtype::F32,
+            chunk: 256,
+            max_model_len: None,
+            pool_tokens: 4096,
+        }
+    }
+}
+
+/// What an engine holds at one moment.
+#[derive(Clone, Debug, Default, PartialEq, Eq, serde::Serialize)]
+#[non_exhaustive]
+pub struct EngineStats {
+    /// Pages of each rank's pool.
+    pub pages_total: u32,
+    /// Pages that nobody holds.
+    pub pages_free: u32,
+    /// Pages that requests hold, finished ones that were not released included.
+    pub pages_held: u32,
+    /// Requests that wait for pages.
+    pub queued: u32,
+    /// Requests whose prompt is being computed.
+    pub prefilling: u32,
+    /// Requests that wait for their prompt's cache from elsewhere.
+    pub reserved: u32,
+    /// Requests that generate.
+    pub decoding: u32,
+    /// Requests that are over but whose pages are kept until they are released.
+    pub finished: u32,
+    /// Threads of the engine: the scheduler, and one per rank during a step of several ranks.
+    pub threads: u32,
+}
+
+/// A running engine. Dropping it ends the scheduler; requests that are under way fail with
+/// [`EngineError::Stopped`].
+#[derive(Debug)]
+pub struct Engine {
+    model: Arc<Model>,
+    shape: CacheShape,
+    placement: Placement,
+    arenas: Vec<Arc<Arena>>,
+    limits: Limits,
+    commands: Sender<Command>,
+    stats: Arc<Mutex<EngineStats>>,
+    scheduler: Option<JoinHandle<()>>,
+}
+
+impl Engine {
+    /// Builds the pools and starts the scheduler.
+    ///
+    /// # Errors
+    /// [`EngineError::Layout`] and [`EngineError::Config`] name the number that cannot work and what would;
+    /// [`EngineError::Pool`] when the memory cannot be had.
+    pub fn start(
+        model: Arc<Model>,
+        config: &EngineConfig,
+        handoff: Arc<dyn HandOff>,
+    ) -> Result<Self, EngineError> {
+        let forward = Forward::new(Arc::clone(&model), config)?;
+        let limits = Limits::new(&model, config, forward.placement(), forward.pages())?;
+        let stats = Arc::new(Mutex::new(EngineStats::default()));
+        let (commands, inbox) = mailbox();
+        let (shape, placement) = (forward.shape().clone(), forward.placement().clone());
+        let arenas = forward.arenas();
+        let scheduler = Scheduler::new(forward, config.chunk, handoff, inbox, Arc::clone(&stats));
+        let scheduler = thread::Builder::new()
+            .name("scheduler".into())
+            .spawn(move || scheduler.run())
+            .map_err(|error| EngineError::Thread(error.to_string()))?;
+        Ok(Self { model, shape, placement, arenas, limits, commands, stats, scheduler: Some(scheduler) })
+    }
+
+    /// Computes a prompt and continues it, all in this engine.
+    ///
+    /// # Errors
+    /// [`EngineError::NeverFits`] and [`EngineError::Request`], before any work.
+    pub fn generate(&self, request: Request) -> Result<Events, EngineError> {
+        let request = self.limits.whole(request)?;
+        let (sink, events) = Events::channel();
+        self.send(Command::Generate { request, sink })?;
+        Ok(events)
+    }
+
+    /// Computes a prompt for somebody else to continue. The answer comes when the request has its pages (requests
+    /// wait in order of arrival); then the calls of [`HandOff`] follow. The pages stay until
+    /// [`Engine::release`].
+    ///
+    /// # Errors
+    /// [`EngineError::NeverFits`] and [`EngineError::Request`], before any work; through the answer
+    /// [`EngineError::RoomInUse`].
+    pub fn prefill(&self, key: RoomKey, request: Request) -> Result<Answer<PageTable>, EngineError> {
+        let request = self.limits.prompt_only(request)?;
+        let (granted, answer) = Answer::channel();
+        self.send(Command::Prefill { key, request, granted })?;
+        Ok(answer)
+    }
+
+    /// Reserves pages for a prompt that somebody else computes and for up to `max_tokens` tokens after it. The
+    /// answer comes when the pages are there; they stay until [`Engine::release`].
+    ///
+    /// # Errors
+    /// As [`Engine::prefill`].
+    pub fn reserve(
+        &self,
+        key: RoomKey,
+        prompt_tokens: u64,
+        max_tokens: u32,
+    ) -> Result<Answer<PageTable>, EngineError> {
+        let max_tokens = self.limits.reservation(prompt_tokens, max_tokens)?;
+        let (granted, answer) = Answer::channel();
+        self.send(Command::Reserve { key, prompt_tokens, max_tokens, granted })?;
+        Ok(answer)
+    }
+
+    /// Continues a reserved request whose prompt's cache is now in the pool, from the `first` token that prefill
+    /// sampled (which is also the first event). No prompt token is computed.
+    ///
+    /// # Errors
+    /// [`EngineError::Request`] at once; what depends on the room comes as [`crate::Event::Failed`].
+    pub fn decode(&self, key: RoomKey, request: Request, first: FirstToken) -> Result<Events, EngineError> {
+        let request = self.limits.whole(request)?;
+        self.limits.vocabulary(&[first.id])?;
+        let (sink, events) = Events::channel();
+        self.send(Command::Decode { key, request, first, sink })?;
+        Ok(events)
+    }
+
+    /// Ends a request, whatever its state, and frees its pages. Releasing twice, or what never was, does nothing.
+    /// No other process may be reading or writing the pages any more.
+    pub fn release(&self, key: RoomKey) {
+        // An engine that has stopped holds no pages.
+        let _ = self.commands.send(Command::Release { key });
+    }
+
+    /// The cache of a request's prompt, to be read by coordinate. It answers until the request is released.
+    ///
+    /// # Errors
+    /// [`EngineError::UnknownRoom`] through the answer, and [`EngineError::RoomState`] while it is queued.
+    pub fn rows(&self, key: RoomKey) -> Result<Answer<Rows>, EngineError> {
+        let (reply, answer) = Answer::channel();
+        self.send(Command::Rows { key, reply })?;
+        Ok(answer)
+    }
+
+    /// Everything that `rank` holds of a request's prompt. Blocks until the scheduler is between two steps.
+    ///
+    /// # Errors
+    /// [`EngineError::UnknownRoom`]; [`EngineError::Request`] for a rank that does not exist.
+    pub fn rank_rows(&self, key: RoomKey, rank: kvferry_plan::RankId) -> Result<RankRows, EngineError> {
+        self.rows(key)?.wait()?.rank(rank)
+    }
+
+    /// Copies the prompt's cache of `from` (another engine with any layout, same model and element type) into the
+    /// pages reserved under `key` here, coordinate by coordinate: slow, and independent of every plan, so that
+    /// it can stand as the reference for one.
+    ///
+    /// # Errors
+    /// [`EngineError::UnknownRoom`]; [`EngineError::RoomState`] when lengths or models differ.
+    pub fn adopt(&self, key: RoomKey, from: &Rows) -> Result<(), EngineError> {
+        self.rows(key)?.wait()?.fill_from(from)
+    }
+
+    /// What the model caches.
+    #[must_use]
+    pub fn shape(&self) -> &CacheShape {
+        &self.shape
+    }
+
+    /// Who holds it.
+    #[must_use]
+    pub fn placement(&self) -> &Placement {
+        &self.placement
+    }
+
+    /// The pools, by rank.
+    #[must_use]
+    pub fn arenas(&self) -> &[Arc<Arena>] {
+        &self.arenas
+    }
+
+    /// What a peer compares before it pairs with this instance.
+    #[must_use]
+    pub fn descriptor(&self) -> Descriptor {
+        Descriptor {
+            protocol: PROTOCOL,
+            model: self.model.digest().to_owned(),
+            shape: self.shape.clone(),
+            placement: self.placement.clone(),
+        }
+    }
+
+    /// The model.
+    #[must_use]
+    pub fn model(&self) -> &Arc<Model> {
+        &self.model
+    }
+
+    /// End-of-sequence ids of the model.
+    #[must_use]
+    pub fn eos(&self) -> &[u32] {
+        self.model.eos()
+    }
+
+    /// Longest prompt that [`Engine::generate`] and [`Engine::reserve`] accept, in tokens.
+    #[must_use]
+    pub fn longest_prompt(&self) -> u64 {
+        self.limits.longest_whole()
+    }
+
+    /// What the engine holds now.
+    #[must_use]
+    pub fn stats(&self) -> EngineStats {
+        self.stats.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    fn send(&self, command: Command) -> Result<(), EngineError> {
+        if self.commands.send(command) { Ok(()) } else { Err(EngineError::Stopped) }
+    }
+}
+
+impl Drop for Engine {
+    fn drop(&mut self) {
+        let _ = self.commands.send(Command::Stop);
+        if let Some(scheduler) = self.scheduler.take() {
+            // A scheduler that panicked has dropped all its channels: the requests have seen it.
+            let _ = scheduler.join();
+        }
+    }
+}

@@ -1,0 +1,189 @@
+//! One rank's way through the layers.
+
+use std::{ops::Range, sync::Arc};
+
+use kvferry_plan::LayerId;
+
+use super::{attend::Scratch, batch::Batch};
+use crate::{
+    EngineError, Model,
+    math::{Overflow, Partial, add_assign, rms_norm},
+    model::{AttentionWeights, Layer},
+    pool::Pool,
+    ranks::{Member, RankError},
+    shares::Share,
+};
+
+/// What a rank brings home.
+#[derive(Debug)]
+pub(super) struct RankOutcome {
+    /// Logits `[wanted rows][vocabulary]`.
+    pub(super) logits: Vec<f32>,
+    /// Batch rows with a value out of range.
+    pub(super) bad: Vec<usize>,
+}
+
+/// A rank in a step.
+pub(super) struct Rank<'a> {
+    pub(super) model: &'a Model,
+    pub(super) pool: &'a Pool,
+    pub(super) share: &'a Share,
+    pub(super) batch: &'a Batch<'a>,
+    pub(super) member: Member<'a>,
+    pub(super) dcp: usize,
+    pub(super) scratch: Scratch,
+    pub(super) bad: Vec<usize>,
+}
+
+impl<'a> Rank<'a> {
+    pub(super) fn new(
+        model: &'a Model,
+        pool: &'a Pool,
+        share: &'a Share,
+        batch: &'a Batch<'a>,
+        member: Member<'a>,
+        dcp: usize,
+    ) -> Self {
+        let scratch = Scratch::new(model.arith());
+        Self { model, pool, share, batch, member, dcp, scratch, bad: Vec::new() }
+    }
+
+    /// Runs all layers. Every rank holds the whole residual stream `x[rows][hidden]`, in the same bits.
+    pub(super) fn run(mut self) -> Result<RankOutcome, RankError> {
+        let hidden = self.model.config().hidden;
+        let mut x = vec![0.0; self.batch.rows() * hidden];
+        let tokens = self.batch.pieces.iter().flat_map(|piece| piece.tokens);
+        for (row, token) in x.chunks_exact_mut(hidden).zip(tokens) {
+            self.model.embed(*token, row);
+        }
+        let mut normed = vec![0.0; x.len()];
+        for (layer, weights) in (0..).map(LayerId).zip(self.model.layers()) {
+            self.layer(layer, weights, &mut x, &mut normed)?;
+        }
+        let logits = self.logits(&x)?;
+        self.bad.sort_unstable();
+        self.bad.dedup();
+        Ok(RankOutcome { logits, bad: self.bad })
+    }
+
+    fn layer(
+        &mut self,
+        layer: LayerId,
+        weights: &Layer,
+        x: &mut [f32],
+        normed: &mut [f32],
+    ) -> Result<(), RankError> {
+        let eps = self.model.config().rms_eps;
+        rms_norm(x, &weights.attn_norm, eps, normed);
+        let partial = match &weights.attention {
+            AttentionWeights::Gqa(attention) => self.gqa(layer, attention, normed)?,
+            AttentionWeights::Mla(attention) => self.mla(layer, attention, normed)?,
+        };
+        self.add_all(partial, x)?;
+        rms_norm(x, &weights.ffn_norm, eps, normed);
+        let partial = self.ffn(weights, normed);
+        self.add_all(partial, x)
+    }
+
+    /// Adds the sum of all ranks' partial results to the residual stream.
+    fn add_all(&mut self, partial: Partial, x: &mut [f32]) -> Result<(), RankError> {
+        let rows = self.batch.rows();
+        let len = x.len();
+        let sum = self.member.all(partial, |parts| {
+            let mut sum = vec![0.0; len];
+            let parts: Vec<&Partial> = parts.iter().collect();
+            let overflow = Partial::finish(&parts, 0..rows, &mut sum);
+            (sum, overflow)
+        })?;
+        add_assign(x, &sum.0);
+        self.flag(&sum.1, |row| row);
+        Ok(())
+    }
+
+    /// Notes bad rows; `to_batch` translates their numbers.
+    pub(super) fn flag(&mut self, overflow: &Overflow, to_batch: impl Fn(usize) -> usize) {
+        self.bad.extend(overflow.rows().iter().map(|row| to_batch(*row)));
+    }
+
+    /// Logits of the wanted rows over the whole vocabulary: each rank computes its part of the vocabulary.
+    fn logits(&self, x: &[f32]) -> Result<Vec<f32>, RankError> {
+        let config = self.model.config();
+        let wanted = &self.batch.wanted;
+        let mut last = Vec::with_capacity(wanted.len() * config.hidden);
+        for row in wanted {
+            last.extend_from_slice(rows_of(x, config.hidden, *row..*row + 1)?);
+        }
+        let mut normed = vec![0.0; last.len()];
+        rms_norm(&last, self.model.final_norm(), config.rms_eps, &mut normed);
+        let mine = self.share.vocab.clone();
+        let mut part = vec![0.0; wanted.len() * mine.len()];
+        self.model.head().apply(&normed, wanted.len(), mine, &mut part);
+        let (rows, vocab) = (wanted.len(), config.vocab);
+        let logits = self.member.all(part, |parts| {
+            let mut logits = Vec::with_capacity(rows * vocab);
+            for row in 0..rows {
+                for part in &parts {
+                    let width = part.len() / rows;
+                    logits.extend_from_slice(&part[row * width..(row + 1) * width]);
+                }
+            }
+            logits
+        })?;
+        // Only one rank's answer is used; the others spare themselves the copy.
+        Ok(if self.member.rank().0 == 0 { Arc::unwrap_or_clone(logits) } else { Vec::new() })
+    }
+
+    /// Batch rows whose tokens' cache this rank keeps, with the piece and the position of each.
+    pub(super) fn own_rows(&self) -> Result<Vec<OwnRow>, EngineError> {
+        let part = self.model.first_part();
+        let mut own = Vec::new();
+        for (piece, span) in self.batch.spans.iter().enumerate() {
+            for row in span.clone() {
+                let position = self.batch.positions.get(row).copied().unwrap_or(0);
+                if self.pool.owns(part, position)? {
+                    own.push(OwnRow { row, piece, position });
+                }
+            }
+        }
+        Ok(own)
+    }
+}
+
+/// A row whose cache this rank keeps.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct OwnRow {
+    pub(super) row: usize,
+    pub(super) piece: usize,
+    pub(super) position: u64,
+}
+
+/// `rows` of a matrix of `width` columns.
+pub(super) fn rows_of(x: &[f32], width: usize, rows: Range<usize>) -> Result<&[f32], EngineError> {
+    x.get(rows.start * width..rows.end * width)
+        .ok_or_else(|| EngineError::Pool(format!("rows {rows:?} of a batch of {}", x.len() / width.max(1))))
+}
+
+/// Adds a bias to every row.
+pub(super) fn add_bias(x: &mut [f32], bias: Option<&[f32]>) {
+    let Some(bias) = bias else { return };
+    for row in x.chunks_exact_mut(bias.len().max(1)) {
+        add_assign(row, bias);
+    }
+}
+
+/// `[rows][heads * dim]` to `[heads][rows][dim]`, each head of each row changed by `each(row, head)`.
+pub(super) fn by_head(
+    x: &[f32],
+    (rows, heads, dim): (usize, usize, usize),
+    mut each: impl FnMut(usize, &mut [f32]),
+) -> Vec<f32> {
+    let mut out = vec![0.0; x.len()];
+    for (head, out) in out.chunks_exact_mut((rows * dim).max(1)).enumerate() {
+        for (row, out) in out.chunks_exact_mut(dim.max(1)).enumerate() {
+            let at = (row * heads + head) * dim;
+            out.copy_from_slice(&x[at..at + dim]);
+            each(row, out);
+        }
+    }
+    out
+}

@@ -1,0 +1,39 @@
+//! What the engine needs from whoever carries a prompt's cache away; implemented over a node, or in a test.
+
+use kvferry_plan::{RoomKey, TokenRange};
+
+use crate::EngineError;
+
+/// The token that prefill sampled after the last prompt token: decode starts from it.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct FirstToken {
+    /// Vocabulary id.
+    pub id: u32,
+    /// Natural logarithm of its probability, before temperature.
+    pub logprob: f32,
+}
+
+/// Receives the progress of every [`crate::Engine::prefill`].
+///
+/// The calls come from the scheduler thread: they **must return at once**, or every request of the instance waits.
+/// For one key they come in order: `chunk` for adjoining ranges from token 0 up to the end of the prompt, then
+/// `finished`; or `failed` at any point, after which nothing follows. The rows of a chunk are in the pool and do
+/// not change before [`crate::Engine::release`].
+pub trait HandOff: Send + Sync {
+    /// The cache of `tokens` is complete on every rank; the next chunk is being computed meanwhile.
+    fn chunk(&self, key: RoomKey, tokens: TokenRange);
+    /// The whole prompt is computed and `first` follows it.
+    fn finished(&self, key: RoomKey, first: FirstToken);
+    /// The request is over without a result. Its pages stay pinned until it is released.
+    fn failed(&self, key: RoomKey, cause: &EngineError);
+}
+
+/// For engines that hand nothing over.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct NoHandOff;
+
+impl HandOff for NoHandOff {
+    fn chunk(&self, _: RoomKey, _: TokenRange) {}
+    fn finished(&self, _: RoomKey, _: FirstToken) {}
+    fn failed(&self, _: RoomKey, _: &EngineError) {}
+}

@@ -1,0 +1,139 @@
+//! One request in the scheduler.
+
+use kvferry_plan::{PageTable, RoomKey, TokenRange};
+
+use crate::{
+    Event, FirstToken, Request, Sampling, StopReason, mailbox::Sender, pages::Lease, scheduler::Reply,
+};
+
+/// What a request is here for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Kind {
+    /// Prompt and continuation.
+    Generate,
+    /// The prompt, for somebody else.
+    Prefill,
+    /// The continuation of a prompt from somebody else.
+    Decode,
+}
+
+/// How far it is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum State {
+    /// Waits for pages.
+    Queued,
+    /// Its prompt is being computed.
+    Prefilling,
+    /// Has pages; waits for the prompt's cache.
+    Reserved,
+    /// Generates.
+    Decoding,
+    /// Over, well or not; its pages wait for the release.
+    Finished,
+}
+
+/// A request.
+#[derive(Debug)]
+pub(crate) struct Job {
+    pub(crate) key: Option<RoomKey>,
+    pub(crate) kind: Kind,
+    pub(crate) state: State,
+    pub(crate) prompt: Vec<u32>,
+    pub(crate) prompt_tokens: u64,
+    /// Most tokens to generate; what the pages are for.
+    pub(crate) max_tokens: u32,
+    pub(crate) sampling: Sampling,
+    pub(crate) ignore_eos: bool,
+    pub(crate) lease: Option<Lease>,
+    /// Positions whose cache is complete: the next one to compute.
+    pub(crate) filled: u64,
+    /// Prompt positions that went through the model here.
+    pub(crate) prompt_computed: u64,
+    pub(crate) generated: u32,
+    /// The token generated last, whose cache is computed next.
+    pub(crate) last: u32,
+    pub(crate) sink: Option<Sender<Event>>,
+    pub(crate) granted: Option<Reply<PageTable>>,
+}
+
+impl Job {
+    /// A queued request.
+    pub(crate) fn new(kind: Kind, key: Option<RoomKey>, request: Request) -> Self {
+        Self {
+            key,
+            kind,
+            state: State::Queued,
+            prompt_tokens: request.prompt.len() as u64,
+            prompt: request.prompt,
+            max_tokens: request.max_tokens,
+            sampling: request.sampling,
+            ignore_eos: request.ignore_eos,
+            lease: None,
+            filled: 0,
+            prompt_computed: 0,
+            generated: 0,
+            last: 0,
+            sink: None,
+            granted: None,
+        }
+    }
+
+    /// A queued reservation, whose request comes later.
+    pub(crate) fn reservation(key: RoomKey, prompt_tokens: u64, max_tokens: u32) -> Self {
+        let request = Request::greedy(Vec::new(), max_tokens);
+        Self { prompt_tokens, ..Self::new(Kind::Decode, Some(key), request) }
+    }
+
+    /// Tokens whose cache it will hold.
+    pub(crate) fn tokens(&self) -> u64 {
+        match self.kind {
+            Kind::Prefill => self.prompt_tokens,
+            Kind::Generate | Kind::Decode => self.prompt_tokens + u64::from(self.max_tokens),
+        }
+    }
+
+    /// Its part of the next step: the token ids and the position of the first.
+    pub(crate) fn next_tokens(&self, chunk: usize) -> (&[u32], u64) {
+        if self.state == State::Decoding {
+            return (std::slice::from_ref(&self.last), self.filled);
+        }
+        let start = usize::try_from(self.filled).unwrap_or(usize::MAX).min(self.prompt.len());
+        let end = start.saturating_add(chunk).min(self.prompt.len());
+        (&self.prompt[start..end], self.filled)
+    }
+
+    /// Notes what the forward pass computed.
+    pub(crate) fn advance(&mut self, computed: TokenRange) {
+        let of_prompt = computed.end.0.min(self.prompt_tokens).saturating_sub(computed.start.0);
+        self.prompt_computed += of_prompt;
+        self.filled = computed.end.0;
+    }
+
+    /// True when the reader of its events, or of its grant, has gone.
+    pub(crate) fn abandoned(&self) -> bool {
+        self.sink.as_ref().is_some_and(Sender::is_closed)
+            || self.granted.as_ref().is_some_and(Sender::is_closed)
+    }
+
+    /// Takes a generated token and tells the reader. The reason, when the request is done with it.
+    pub(crate) fn push(&mut self, token: FirstToken, eos: &[u32]) -> Option<StopReason> {
+        self.generated += 1;
+        self.last = token.id;
+        self.tell(Event::Token { id: token.id, logprob: token.logprob });
+        if !self.ignore_eos && eos.contains(&token.id) {
+            Some(StopReason::Eos)
+        } else if self.generated >= self.max_tokens {
+            Some(StopReason::Length)
+        } else {
+            None
+        }
+    }
+
+    /// Tells the reader, if there is one.
+    pub(crate) fn tell(&self, event: Event) {
+        if let Some(sink) = &self.sink {
+            // A reader who has gone is noticed before the next step.
+            let _ = sink.send(event);
+        }
+    }
+}

@@ -1,0 +1,182 @@
+//! One rank's KV pool: rows of an arena, addressed by point queries to placement and page table. Independent of the
+//! planner on purpose, so that the engine can check what a hand-off did.
+
+use std::sync::Arc;
+
+use kvferry_arena::{Arena, ArenaError, Memory};
+use kvferry_plan::{
+    Bytes, CacheShape, Dtype, LayerId, PageTable, Part, PartLayout, Placement, PoolLayout, RankId, Token,
+};
+
+use crate::{
+    EngineError,
+    math::{narrow_bf16, widen_bf16},
+};
+
+/// How this rank holds one part.
+#[derive(Clone, Copy, Debug)]
+struct Held {
+    layout: PartLayout,
+    /// Token class of this rank.
+    class: u32,
+    /// Elements of a row: local heads x elements of a head.
+    elems: usize,
+}
+
+/// The pool of one rank.
+#[derive(Debug)]
+pub(crate) struct Pool {
+    arena: Arc<Arena>,
+    held: Vec<Held>,
+}
+
+/// Rows read from a pool, as `f32`; a scratch to reuse.
+#[derive(Debug, Default)]
+pub(crate) struct RowBuffer {
+    values: Vec<f32>,
+    narrow: Vec<u16>,
+    stride: usize,
+    rows: usize,
+}
+
+impl RowBuffer {
+    /// The rows from element `offset` on, as rows that still lie `stride` apart. The last row is padded, so the
+    /// length is a multiple of the stride whatever the offset.
+    pub(crate) fn from(&self, offset: usize) -> &[f32] {
+        self.values.get(offset..offset + self.rows * self.stride).unwrap_or(&[])
+    }
+
+    /// Elements from one row to the next.
+    pub(crate) fn stride(&self) -> usize {
+        self.stride
+    }
+}
+
+impl Pool {
+    /// The pool of `rank` with `pages` pages.
+    pub(crate) fn new(
+        shape: &CacheShape,
+        placement: &Placement,
+        rank: RankId,
+        pages: u32,
+    ) -> Result<Self, EngineError> {
+        let layout = PoolLayout::new(shape, placement, rank, pages)
+            .map_err(|error| EngineError::Layout(error.to_string()))?;
+        let held = shape
+            .parts
+            .iter()
+            .filter_map(|part| {
+                let elems = placement.heads(part, rank).len() * part.head_elems as usize;
+                let layout = *placement.part(part.part)?;
+                Some(Held { layout, class: placement.class(part.part, rank), elems })
+            })
+            .collect();
+        let arena = Arena::new(&format!("kv-rank-{rank}"), layout).map_err(failed)?;
+        Ok(Self { arena: Arc::new(arena), held })
+    }
+
+    /// The memory.
+    pub(crate) fn arena(&self) -> &Arc<Arena> {
+        &self.arena
+    }
+
+    fn held(&self, part: Part) -> Result<&Held, EngineError> {
+        self.held
+            .iter()
+            .find(|held| held.layout.part == part)
+            .ok_or_else(|| EngineError::Pool(format!("the model caches no `{part}`")))
+    }
+
+    /// How many of the tokens `0 .. end` this rank holds.
+    pub(crate) fn owned(&self, part: Part, end: u64) -> Result<usize, EngineError> {
+        let held = self.held(part)?;
+        usize::try_from(held.layout.tokens.owned(Token(end), held.class))
+            .map_err(|_| EngineError::Pool("more rows than memory".into()))
+    }
+
+    /// Whether this rank holds `token`.
+    pub(crate) fn owns(&self, part: Part, token: u64) -> Result<bool, EngineError> {
+        let held = self.held(part)?;
+        Ok(held.layout.tokens.local(Token(token), held.class).is_some())
+    }
+
+    fn offset(
+        &self,
+        (layer, part): (LayerId, Part),
+        held: &Held,
+        table: &PageTable,
+        local: u64,
+    ) -> Result<Bytes, EngineError> {
+        let row = table.row(local, held.layout.page_size).ok_or_else(|| {
+            EngineError::Pool(format!("local row {local} is past a table of {} pages", table.0.len()))
+        })?;
+        self.arena
+            .layout()
+            .region(layer, part)
+            .and_then(|region| region.row_offset(row))
+            .ok_or_else(|| EngineError::Pool(format!("layer {layer} has no `{part}` row {row} here")))
+    }
+
+    /// Stores the row of `token`, which this rank holds.
+    pub(crate) fn write(
+        &self,
+        at: (LayerId, Part),
+        table: &PageTable,
+        token: u64,
+        values: &[f32],
+    ) -> Result<(), EngineError> {
+        let held = self.held(at.1)?;
+        let local = held
+            .layout
+            .tokens
+            .local(Token(token), held.class)
+            .ok_or_else(|| EngineError::Pool(format!("token {token} belongs to another rank")))?;
+        if values.len() != held.elems {
+            return Err(EngineError::Pool(format!("{} elements for rows of {}", values.len(), held.elems)));
+        }
+        let offset = self.offset(at, held, table, local)?;
+        match held.layout.dtype {
+            Dtype::F32 => self.arena.write(offset, bytemuck::cast_slice(values)).map_err(failed),
+            Dtype::Bf16 => {
+                let mut narrow = vec![0_u16; values.len()];
+                narrow_bf16(values, &mut narrow);
+                self.arena.write(offset, bytemuck::cast_slice(&narrow)).map_err(failed)
+            }
+            other => Err(EngineError::Layout(format!("kv={other} is not built yet"))),
+        }
+    }
+
+    /// Reads the first `rows` local rows, which are this rank's tokens in order.
+    pub(crate) fn read(
+        &self,
+        at: (LayerId, Part),
+        table: &PageTable,
+        rows: usize,
+        into: &mut RowBuffer,
+    ) -> Result<(), EngineError> {
+        let held = self.held(at.1)?;
+        let (elems, page) = (held.elems, held.layout.page_size as usize);
+        (into.stride, into.rows) = (elems, rows);
+        into.values.clear();
+        into.values.resize((rows + 1) * elems, 0.0);
+        let all = into.values.get_mut(..rows * elems).unwrap_or_default();
+        for (k, values) in all.chunks_mut((page * elems).max(1)).enumerate() {
+            // A page's rows lie one after the other.
+            let offset = self.offset(at, held, table, (k * page) as u64)?;
+            match held.layout.dtype {
+                Dtype::F32 => self.arena.read(offset, bytemuck::cast_slice_mut(values)).map_err(failed)?,
+                Dtype::Bf16 => {
+                    into.narrow.resize(values.len(), 0);
+                    self.arena.read(offset, bytemuck::cast_slice_mut(&mut into.narrow)).map_err(failed)?;
+                    widen_bf16(&into.narrow, values);
+                }
+                other => return Err(EngineError::Layout(format!("kv={other} is not built yet"))),
+            }
+        }
+        Ok(())
+    }
+}
+
+fn failed(error: ArenaError) -> EngineError {
+    EngineError::Pool(error.to_string())
+}

@@ -1,0 +1,149 @@
+//! What is asked of the engine and what comes back.
+
+use kvferry_plan::RoomKey;
+
+use crate::{
+    EngineError,
+    mailbox::{Receiver, Sender, mailbox},
+};
+
+/// How tokens are chosen.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Sampling {
+    /// 0 is greedy; otherwise logits are divided by it.
+    pub temperature: f32,
+    /// Only the most probable tokens that together reach this probability are drawn from; 1 keeps all.
+    pub top_p: f32,
+    /// Of the draws. The same seed gives the same tokens, whatever else runs in the batch.
+    pub seed: u64,
+}
+
+impl Sampling {
+    /// The most probable token, always.
+    pub const GREEDY: Self = Self { temperature: 0.0, top_p: 1.0, seed: 0 };
+}
+
+impl Default for Sampling {
+    fn default() -> Self {
+        Self::GREEDY
+    }
+}
+
+/// A prompt and how it is continued.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Request {
+    /// Vocabulary ids; at least one.
+    pub prompt: Vec<u32>,
+    /// Most tokens to generate, the first one included; at least 1.
+    pub max_tokens: u32,
+    /// How tokens are chosen.
+    pub sampling: Sampling,
+    /// Continue past the model's end-of-sequence ids.
+    pub ignore_eos: bool,
+    /// Keep the pages of a finished [`crate::Engine::generate`] under this key until it is released.
+    pub hold: Option<RoomKey>,
+}
+
+impl Request {
+    /// A greedy request that stops at the model's end-of-sequence ids.
+    ///
+    /// ```
+    /// let request = kvferry_engine::Request::greedy(vec![1, 2, 3], 16);
+    /// assert_eq!((request.max_tokens, request.ignore_eos), (16, false));
+    /// ```
+    #[must_use]
+    pub fn greedy(prompt: Vec<u32>, max_tokens: u32) -> Self {
+        Self { prompt, max_tokens, sampling: Sampling::GREEDY, ignore_eos: false, hold: None }
+    }
+}
+
+/// Why a request ended well.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum StopReason {
+    /// An end-of-sequence id was generated (it is the last token event).
+    Eos,
+    /// `max_tokens`, or the longest sequence that this engine serves, was reached.
+    Length,
+}
+
+/// What happens to a request, in order: tokens, then `Done` or `Failed`.
+#[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
+pub enum Event {
+    /// A generated token. For [`crate::Engine::decode`] the first is the one that prefill sampled.
+    Token {
+        /// Vocabulary id.
+        id: u32,
+        /// Natural logarithm of its probability over the full softmax, before temperature.
+        logprob: f32,
+    },
+    /// The last event of a request that ended well.
+    Done {
+        /// Why it ended.
+        reason: StopReason,
+        /// How many of the prompt's tokens went through the model here, counted there.
+        prompt_tokens_computed: u64,
+    },
+    /// The last event of a request that did not.
+    Failed(EngineError),
+}
+
+/// The events of one request. Dropping it aborts the request.
+#[derive(Debug)]
+pub struct Events(Receiver<Event>);
+
+impl Events {
+    pub(crate) fn channel() -> (Sender<Event>, Self) {
+        let (sender, receiver) = mailbox();
+        (sender, Self(receiver))
+    }
+
+    /// Waits for the next event; `None` after the last. Needs no particular async runtime.
+    pub async fn next(&mut self) -> Option<Event> {
+        self.0.next().await
+    }
+
+    /// Blocks the thread until the next event; `None` after the last.
+    pub fn recv(&mut self) -> Option<Event> {
+        self.0.recv()
+    }
+}
+
+impl Iterator for Events {
+    type Item = Event;
+
+    fn next(&mut self) -> Option<Event> {
+        self.recv()
+    }
+}
+
+/// An answer that comes when the request's turn comes. A future; or [`Answer::wait`] blocks the thread.
+#[derive(Debug)]
+pub struct Answer<T>(Receiver<Result<T, EngineError>>);
+
+impl<T> Answer<T> {
+    pub(crate) fn channel() -> (Sender<Result<T, EngineError>>, Self) {
+        let (sender, receiver) = mailbox();
+        (sender, Self(receiver))
+    }
+
+    /// Blocks the thread until the answer is there.
+    ///
+    /// # Errors
+    /// Why the request was given up; [`EngineError::Stopped`] when the engine ended first.
+    pub fn wait(mut self) -> Result<T, EngineError> {
+        self.0.recv().unwrap_or(Err(EngineError::Stopped))
+    }
+}
+
+impl<T> Future for Answer<T> {
+    type Output = Result<T, EngineError>;
+
+    fn poll(
+        mut self: std::pin::Pin<&mut Self>,
+        context: &mut std::task::Context<'_>,
+    ) -> std::task::Poll<Self::Output> {
+        self.0.poll(context).map(|answer| answer.unwrap_or(Err(EngineError::Stopped)))
+    }
+}

@@ -1,0 +1,259 @@
+//! A request's cache in coordinates: what comparisons, debug pages and reference copies read. Point queries only,
+//! no plan.
+
+use std::{ops::Range, sync::Arc};
+
+use kvferry_arena::{Arena, ArenaError, Memory};
+use kvferry_plan::{
+    Bytes, CacheShape, Dtype, Generation, HeadId, LayerId, PageTable, Part, PartShape, Placement, RankId,
+    RoomKey, Token,
+};
+use serde::Serialize;
+
+use crate::EngineError;
+
+/// The name of a piece of cache content: one token of one head.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Coordinate {
+    /// The layer.
+    pub layer: LayerId,
+    /// The part.
+    pub part: Part,
+    /// The head, 0 for latent rows.
+    pub head: HeadId,
+    /// The token.
+    pub token: Token,
+}
+
+/// The cache of one request's prompt in one engine, as long as the request is not released.
+#[derive(Clone, Debug)]
+pub struct Rows {
+    key: RoomKey,
+    model: Arc<str>,
+    shape: Arc<CacheShape>,
+    placement: Arc<Placement>,
+    arenas: Vec<Arc<Arena>>,
+    table: PageTable,
+    generations: Vec<Generation>,
+    prompt: u64,
+}
+
+/// What a [`RankRows`] holds of one part.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct PartRows {
+    /// The part.
+    pub part: Part,
+    /// Heads, of the whole model's.
+    pub heads: Range<u32>,
+    /// Elements of one head of one token.
+    pub head_elems: u32,
+    /// Element type.
+    pub dtype: Dtype,
+    /// Tokens that the rank holds, ascending.
+    pub tokens: Vec<Token>,
+}
+
+/// Everything that one rank holds of a request's prompt.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct RankRows {
+    /// The rank.
+    pub rank: RankId,
+    /// Its layers, ascending.
+    pub layers: Vec<LayerId>,
+    /// Its parts.
+    pub parts: Vec<PartRows>,
+    /// The bytes, in the order layer, part, token, head, element.
+    #[serde(skip)]
+    pub bytes: Vec<u8>,
+}
+
+impl Rows {
+    pub(crate) fn new(
+        key: RoomKey,
+        model: &str,
+        (shape, placement): (&CacheShape, &Placement),
+        arenas: Vec<Arc<Arena>>,
+        table: PageTable,
+        prompt: u64,
+    ) -> Result<Self, EngineError> {
+        let first = arenas.first().cloned();
+        let generations = table
+            .0
+            .iter()
+            .map(|page| first.as_ref().map_or(Ok(Generation(0)), |arena| arena.generation(*page)))
+            .collect::<Result<_, _>>()
+            .map_err(failed)?;
+        Ok(Self {
+            key,
+            model: model.into(),
+            shape: Arc::new(shape.clone()),
+            placement: Arc::new(placement.clone()),
+            arenas,
+            table,
+            generations,
+            prompt,
+        })
+    }
+
+    /// Tokens of the prompt.
+    #[must_use]
+    pub fn prompt_tokens(&self) -> u64 {
+        self.prompt
+    }
+
+    /// Every coordinate of the prompt, in the order layer, part, token, head.
+    pub fn coordinates(&self) -> impl Iterator<Item = Coordinate> + '_ {
+        let mut layers: Vec<LayerId> = self.shape.parts.iter().flat_map(|part| part.layers.clone()).collect();
+        layers.sort_unstable();
+        layers.dedup();
+        layers.into_iter().flat_map(move |layer| {
+            self.shape.parts.iter().filter(move |part| part.layers.contains(&layer)).flat_map(move |part| {
+                (0..self.prompt).flat_map(move |token| {
+                    (0..part.heads).map(move |head| Coordinate {
+                        layer,
+                        part: part.part,
+                        head: HeadId(head),
+                        token: Token(token),
+                    })
+                })
+            })
+        })
+    }
+
+    /// The bytes of a coordinate as `rank` holds them; `None` when it does not hold it.
+    ///
+    /// # Errors
+    /// [`EngineError::UnknownRoom`] when the request was released.
+    pub fn bytes_on(&self, rank: RankId, at: Coordinate) -> Result<Option<Vec<u8>>, EngineError> {
+        let Some((offset, len)) = self.locate(rank, at) else { return Ok(None) };
+        let mut bytes = vec![0; len];
+        self.arena(rank)?.read(offset, &mut bytes).map_err(failed)?;
+        self.alive()?;
+        Ok(Some(bytes))
+    }
+
+    /// The bytes of a coordinate, from the first rank that holds it; `None` for one that is not of this prompt.
+    ///
+    /// # Errors
+    /// As [`Rows::bytes_on`].
+    pub fn bytes(&self, at: Coordinate) -> Result<Option<Vec<u8>>, EngineError> {
+        for rank in self.ranks() {
+            if let Some(bytes) = self.bytes_on(rank, at)? {
+                return Ok(Some(bytes));
+            }
+        }
+        Ok(None)
+    }
+
+    /// Everything that `rank` holds.
+    ///
+    /// # Errors
+    /// [`EngineError::Request`] for a rank that does not exist; [`EngineError::UnknownRoom`] when the request was
+    /// released.
+    pub fn rank(&self, rank: RankId) -> Result<RankRows, EngineError> {
+        self.arena(rank)?;
+        let mut layers: Vec<LayerId> =
+            self.shape.parts.iter().flat_map(|part| self.placement.layers(part, rank)).collect();
+        layers.sort_unstable();
+        layers.dedup();
+        let parts: Vec<PartRows> =
+            self.shape.parts.iter().filter_map(|part| self.part_rows(part, rank)).collect();
+        let mut bytes = Vec::new();
+        for layer in &layers {
+            for part in &parts {
+                for token in &part.tokens {
+                    for head in part.heads.clone() {
+                        let at =
+                            Coordinate { layer: *layer, part: part.part, head: HeadId(head), token: *token };
+                        bytes.extend(self.bytes_on(rank, at)?.unwrap_or_default());
+                    }
+                }
+            }
+        }
+        Ok(RankRows { rank, layers, parts, bytes })
+    }
+
+    /// Writes the content of `from` over this prompt's cache, coordinate by coordinate, on every rank.
+    pub(crate) fn fill_from(&self, from: &Self) -> Result<(), EngineError> {
+        let refuse = |reason: String| Err(EngineError::RoomState { key: self.key, reason });
+        if self.prompt != from.prompt {
+            return refuse(format!("it was reserved for {} tokens, not for {}", self.prompt, from.prompt));
+        }
+        if self.model != from.model || self.shape != from.shape {
+            return refuse(format!("the model here is {}, there {}", self.model, from.model));
+        }
+        for part in &self.placement.parts {
+            if from.placement.part(part.part).map(|p| p.dtype) != Some(part.dtype) {
+                return refuse(format!("the element type of `{}` differs", part.part));
+            }
+        }
+        for at in from.coordinates() {
+            let Some(bytes) = from.bytes(at)? else {
+                return refuse(format!("nobody holds {at:?}"));
+            };
+            for rank in self.ranks() {
+                if let Some((offset, _)) = self.locate(rank, at) {
+                    self.arena(rank)?.write(offset, &bytes).map_err(failed)?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn ranks(&self) -> impl Iterator<Item = RankId> + use<> {
+        (0..self.placement.ranks()).map(RankId)
+    }
+
+    fn arena(&self, rank: RankId) -> Result<&Arc<Arena>, EngineError> {
+        self.arenas.get(rank.index()).ok_or_else(|| {
+            EngineError::Request(format!("there is no rank {rank}; ranks are 0 to {}", self.arenas.len() - 1))
+        })
+    }
+
+    /// Where `rank` keeps a coordinate, and its length.
+    fn locate(&self, rank: RankId, at: Coordinate) -> Option<(Bytes, usize)> {
+        if at.token.0 >= self.prompt {
+            return None;
+        }
+        let shape = self.shape.part(at.part)?;
+        let layout = self.placement.part(at.part)?;
+        let heads = self.placement.heads(shape, rank);
+        let head = heads.contains(&at.head.0).then(|| u64::from(at.head.0 - heads.start))?;
+        let local = layout.tokens.local(at.token, self.placement.class(at.part, rank))?;
+        let row = self.table.row(local, layout.page_size)?;
+        let region = self.arenas.get(rank.index())?.layout().region(at.layer, at.part)?;
+        let len = u64::from(shape.head_elems) * layout.dtype.size().0;
+        let offset = Bytes(region.row_offset(row)?.0 + head * len);
+        Some((offset, usize::try_from(len).ok()?))
+    }
+
+    fn part_rows(&self, shape: &PartShape, rank: RankId) -> Option<PartRows> {
+        let layout = self.placement.part(shape.part)?;
+        let class = self.placement.class(shape.part, rank);
+        Some(PartRows {
+            part: shape.part,
+            heads: self.placement.heads(shape, rank),
+            head_elems: shape.head_elems,
+            dtype: layout.dtype,
+            tokens: (0..self.prompt)
+                .map(Token)
+                .filter(|token| layout.tokens.local(*token, class).is_some())
+                .collect(),
+        })
+    }
+
+    /// A page that has changed its owner since holds another request's rows.
+    fn alive(&self) -> Result<(), EngineError> {
+        let Some(arena) = self.arenas.first() else { return Ok(()) };
+        for (page, then) in self.table.0.iter().zip(&self.generations) {
+            if arena.generation(*page).map_err(failed)? != *then {
+                return Err(EngineError::UnknownRoom(self.key));
+            }
+        }
+        Ok(())
+    }
+}
+
+fn failed(error: ArenaError) -> EngineError {
+    EngineError::Pool(error.to_string())
+}

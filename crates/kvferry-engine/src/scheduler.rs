@@ -1,0 +1,374 @@
+//! The one thread that owns pages and requests. It takes commands between steps; a step is the next token of every
+//! request that generates, together with one chunk of one prompt, in turn. Not for numbers (`forward`, `sampler`).
+
+use std::{
+    collections::{BTreeMap, HashMap, VecDeque},
+    sync::{Arc, Mutex, PoisonError},
+};
+
+use kvferry_plan::{PageTable, RoomKey};
+
+use crate::{
+    EngineError, EngineStats, Event, FirstToken, HandOff, Request, Rows, StopReason,
+    forward::{Forward, Outcome, Piece},
+    job::{Job, Kind, State},
+    mailbox::{Receiver, Sender},
+    pages::{Pages, pages_for},
+    sampler::sample,
+};
+
+/// An answer that is awaited as [`crate::Answer`].
+pub(crate) type Reply<T> = Sender<Result<T, EngineError>>;
+
+/// What the scheduler is told.
+#[derive(Debug)]
+pub(crate) enum Command {
+    Generate { request: Request, sink: Sender<Event> },
+    Prefill { key: RoomKey, request: Request, granted: Reply<PageTable> },
+    Reserve { key: RoomKey, prompt_tokens: u64, max_tokens: u32, granted: Reply<PageTable> },
+    Decode { key: RoomKey, request: Request, first: FirstToken, sink: Sender<Event> },
+    Release { key: RoomKey },
+    Rows { key: RoomKey, reply: Reply<Rows> },
+    Stop,
+}
+
+/// Number of a request, in order of arrival.
+type JobId = u64;
+
+/// The scheduler.
+pub(crate) struct Scheduler {
+    forward: Forward,
+    chunk: usize,
+    handoff: Arc<dyn HandOff>,
+    inbox: Receiver<Command>,
+    stats: Arc<Mutex<EngineStats>>,
+    pages: Pages,
+    jobs: BTreeMap<JobId, Job>,
+    rooms: HashMap<RoomKey, JobId>,
+    queue: VecDeque<JobId>,
+    next: JobId,
+    /// The prompt that had the last chunk.
+    turn: JobId,
+}
+
+impl Scheduler {
+    pub(crate) fn new(
+        forward: Forward,
+        chunk: u32,
+        handoff: Arc<dyn HandOff>,
+        inbox: Receiver<Command>,
+        stats: Arc<Mutex<EngineStats>>,
+    ) -> Self {
+        let pages = Pages::new(forward.pages());
+        let scheduler = Self {
+            forward,
+            chunk: chunk as usize,
+            handoff,
+            inbox,
+            stats,
+            pages,
+            jobs: BTreeMap::new(),
+            rooms: HashMap::new(),
+            queue: VecDeque::new(),
+            next: 1,
+            turn: 0,
+        };
+        scheduler.publish();
+        scheduler
+    }
+
+    /// Works until it is told to stop.
+    pub(crate) fn run(mut self) {
+        loop {
+            let working = self.jobs.values().any(|job| matches!(job.state, State::Prefilling | State::Decoding));
+            let mut command = if working { self.inbox.try_recv() } else { self.inbox.recv() };
+            if command.is_none() && !working {
+                break;
+            }
+            let mut stop = false;
+            while let Some(this) = command {
+                stop |= matches!(this, Command::Stop);
+                self.obey(this);
+                command = self.inbox.try_recv();
+            }
+            if stop {
+                break;
+            }
+            self.drop_abandoned();
+            self.admit();
+            self.publish();
+            self.step();
+            self.publish();
+        }
+        for id in self.jobs.keys().copied().collect::<Vec<_>>() {
+            self.fail(id, EngineError::Stopped);
+        }
+    }
+
+    fn obey(&mut self, command: Command) {
+        match command {
+            Command::Generate { request, sink } => {
+                let key = request.hold;
+                let job = Job { sink: Some(sink), ..Job::new(Kind::Generate, key, request) };
+                self.enqueue(job);
+            }
+            Command::Prefill { key, request, granted } => {
+                let job = Job { granted: Some(granted), ..Job::new(Kind::Prefill, Some(key), request) };
+                self.enqueue(job);
+            }
+            Command::Reserve { key, prompt_tokens, max_tokens, granted } => {
+                let job = Job::reservation(key, prompt_tokens, max_tokens);
+                self.enqueue(Job { granted: Some(granted), ..job });
+            }
+            Command::Decode { key, request, first, sink } => {
+                if let Err(error) = self.decode(key, &request, first, &sink) {
+                    sink.send(Event::Failed(error));
+                }
+            }
+            Command::Release { key } => {
+                if let Some(id) = self.rooms.get(&key).copied() {
+                    self.tell_failed(id, &EngineError::Aborted);
+                    self.remove(id);
+                }
+            }
+            Command::Rows { key, reply } => {
+                reply.send(self.rows(key));
+            }
+            Command::Stop => {}
+        }
+    }
+
+    fn enqueue(&mut self, job: Job) {
+        if let Some(key) = job.key {
+            if self.rooms.contains_key(&key) {
+                refuse(job, EngineError::RoomInUse(key));
+                return;
+            }
+            self.rooms.insert(key, self.next);
+        }
+        self.jobs.insert(self.next, job);
+        self.queue.push_back(self.next);
+        self.next += 1;
+    }
+
+    fn decode(
+        &mut self,
+        key: RoomKey,
+        request: &Request,
+        first: FirstToken,
+        sink: &Sender<Event>,
+    ) -> Result<(), EngineError> {
+        let id = self.rooms.get(&key).copied().ok_or(EngineError::UnknownRoom(key))?;
+        let job = self.jobs.get_mut(&id).ok_or(EngineError::UnknownRoom(key))?;
+        let refuse = |reason: String| Err(EngineError::RoomState { key, reason });
+        if job.kind != Kind::Decode || job.state != State::Reserved {
+            return refuse("it does not wait for a prompt's cache".into());
+        }
+        if job.prompt_tokens != request.prompt.len() as u64 {
+            return refuse(format!(
+                "it was reserved for a prompt of {} tokens, not of {}",
+                job.prompt_tokens,
+                request.prompt.len()
+            ));
+        }
+        job.max_tokens = job.max_tokens.min(request.max_tokens);
+        job.sampling = request.sampling;
+        job.ignore_eos = request.ignore_eos;
+        job.sink = Some(sink.clone());
+        job.filled = job.prompt_tokens;
+        job.state = State::Decoding;
+        if let Some(reason) = job.push(first, self.forward.eos()) {
+            self.finish(id, reason);
+        }
+        Ok(())
+    }
+
+    fn rows(&self, key: RoomKey) -> Result<Rows, EngineError> {
+        let job = self.rooms.get(&key).and_then(|id| self.jobs.get(id)).ok_or(EngineError::UnknownRoom(key))?;
+        let Some(lease) = &job.lease else {
+            return Err(EngineError::RoomState { key, reason: "it waits for pages".into() });
+        };
+        self.forward.rows(key, lease.table().clone(), job.prompt_tokens)
+    }
+
+    /// Nobody wants the results of these any more.
+    fn drop_abandoned(&mut self) {
+        let abandoned: Vec<JobId> = self
+            .jobs
+            .iter()
+            .filter(|(_, job)| job.state != State::Finished && job.abandoned())
+            .map(|(id, _)| *id)
+            .collect();
+        for id in abandoned {
+            if self.jobs.get(&id).is_some_and(|job| job.state == State::Queued) {
+                self.remove(id);
+            } else {
+                self.fail(id, EngineError::Aborted);
+            }
+        }
+    }
+
+    /// Lets waiting requests in, in order of arrival: nobody overtakes, so nobody waits for ever.
+    fn admit(&mut self) {
+        while let Some(id) = self.queue.front().copied() {
+            let Some(job) = self.jobs.get_mut(&id) else {
+                self.queue.pop_front();
+                continue;
+            };
+            let wanted = pages_for(self.forward.placement(), job.tokens()).unwrap_or(u32::MAX);
+            let Some(lease) = self.pages.take(wanted) else { break };
+            self.queue.pop_front();
+            let table = lease.table().clone();
+            job.lease = Some(lease);
+            job.state = if job.kind == Kind::Decode { State::Reserved } else { State::Prefilling };
+            if let Some(granted) = job.granted.take()
+                && !granted.send(Ok(table))
+            {
+                self.remove(id);
+            }
+        }
+    }
+
+    /// The next token of all that generate, and one chunk of the next prompt in turn.
+    fn step(&mut self) {
+        let mut ids: Vec<JobId> =
+            self.jobs.iter().filter(|(_, job)| job.state == State::Decoding).map(|(id, _)| *id).collect();
+        let mut prompts =
+            self.jobs.iter().filter(|(_, job)| job.state == State::Prefilling).map(|(id, _)| *id);
+        let first = prompts.clone().next();
+        if let Some(prompt) = prompts.find(|id| *id > self.turn).or(first) {
+            self.turn = prompt;
+            ids.push(prompt);
+        }
+        let pieces: Vec<Piece<'_>> = ids
+            .iter()
+            .filter_map(|id| self.jobs.get(id))
+            .filter_map(|job| {
+                let (tokens, start) = job.next_tokens(self.chunk);
+                let end = start + tokens.len() as u64;
+                let table = job.lease.as_ref()?.table();
+                Some(Piece { tokens, start, table, logits: end >= job.prompt_tokens })
+            })
+            .collect();
+        if pieces.is_empty() {
+            return;
+        }
+        match self.forward.step(&pieces) {
+            Ok(outcomes) => ids.into_iter().zip(outcomes).for_each(|(id, outcome)| self.take(id, &outcome)),
+            Err(error) => {
+                tracing::error!(%error, requests = ids.len(), "a step failed");
+                ids.into_iter().for_each(|id| self.fail(id, error.clone()));
+            }
+        }
+    }
+
+    /// Takes what a step brought for one request.
+    fn take(&mut self, id: JobId, outcome: &Outcome) {
+        let Some(job) = self.jobs.get_mut(&id) else { return };
+        if !outcome.in_range {
+            self.fail(id, EngineError::Range { what: "this model's activations" });
+            return;
+        }
+        job.advance(outcome.computed);
+        let prefill = job.key.filter(|_| job.kind == Kind::Prefill);
+        if let Some(key) = prefill {
+            self.handoff.chunk(key, outcome.computed);
+        }
+        let Some(logits) = &outcome.logits else { return };
+        let token = match sample(logits, &job.sampling, u64::from(job.generated)) {
+            Ok(choice) => FirstToken { id: choice.id, logprob: choice.logprob },
+            Err(error) => {
+                self.fail(id, error);
+                return;
+            }
+        };
+        if let Some(key) = prefill {
+            job.state = State::Finished;
+            self.handoff.finished(key, token);
+            return;
+        }
+        job.state = State::Decoding;
+        if let Some(reason) = job.push(token, self.forward.eos()) {
+            self.finish(id, reason);
+        }
+    }
+
+    /// A request has ended well.
+    fn finish(&mut self, id: JobId, reason: StopReason) {
+        let Some(job) = self.jobs.get_mut(&id) else { return };
+        job.tell(Event::Done { reason, prompt_tokens_computed: job.prompt_computed });
+        job.sink = None;
+        job.state = State::Finished;
+        if job.key.is_none() {
+            self.remove(id);
+        }
+    }
+
+    /// A request has ended otherwise. Pages that another process may be reading or writing wait for the release.
+    fn fail(&mut self, id: JobId, error: EngineError) {
+        self.tell_failed(id, &error);
+        let Some(job) = self.jobs.get_mut(&id) else { return };
+        if job.kind == Kind::Generate || job.lease.is_none() {
+            self.remove(id);
+        } else {
+            job.state = State::Finished;
+        }
+    }
+
+    /// Tells everybody who waits for something of this request.
+    fn tell_failed(&mut self, id: JobId, error: &EngineError) {
+        let Some(job) = self.jobs.get_mut(&id) else { return };
+        if let Some(granted) = job.granted.take() {
+            granted.send(Err(error.clone()));
+        } else if job.kind == Kind::Prefill
+            && job.state != State::Finished
+            && let Some(key) = job.key
+        {
+            self.handoff.failed(key, error);
+        }
+        if let Some(sink) = job.sink.take() {
+            sink.send(Event::Failed(error.clone()));
+        }
+    }
+
+    /// Forgets a request and frees its pages.
+    fn remove(&mut self, id: JobId) {
+        let Some(job) = self.jobs.remove(&id) else { return };
+        if let Some(key) = job.key {
+            self.rooms.remove(&key);
+        }
+        self.queue.retain(|queued| *queued != id);
+        if let Some(lease) = job.lease {
+            self.pages.give_back(lease, |page| self.forward.retire(page));
+        }
+    }
+
+    fn publish(&self) {
+        let count = |state| {
+            u32::try_from(self.jobs.values().filter(|job| job.state == state).count()).unwrap_or(u32::MAX)
+        };
+        let ranks = self.forward.placement().tp;
+        let stats = EngineStats {
+            pages_total: self.pages.total(),
+            pages_free: self.pages.free(),
+            pages_held: self.pages.total() - self.pages.free(),
+            queued: count(State::Queued),
+            prefilling: count(State::Prefilling),
+            reserved: count(State::Reserved),
+            decoding: count(State::Decoding),
+            finished: count(State::Finished),
+            threads: 1 + if ranks > 1 { ranks } else { 0 },
+        };
+        *self.stats.lock().unwrap_or_else(PoisonError::into_inner) = stats;
+    }
+}
+
+/// Sends a request away that was never taken in.
+fn refuse(job: Job, error: EngineError) {
+    if let Some(granted) = job.granted {
+        granted.send(Err(error.clone()));
+    }
+    if let Some(sink) = job.sink {
+        sink.send(Event::Failed(error));
+    }
+}
