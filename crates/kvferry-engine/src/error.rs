@@ -1,5 +1,6 @@
 //! Why the engine refused, failed or gave up a request.
 
+use kvferry_arena::ArenaError;
 use kvferry_plan::{Blame, RankId, RoomKey};
 
 /// What went wrong, who is at fault ([`EngineError::blame`]) and what to do next.
@@ -16,7 +17,9 @@ pub enum EngineError {
     #[error("{0}")]
     Config(String),
     /// The prompt can never fit, whatever else finishes first. Refused before any work.
-    #[error("a prompt of {tokens} tokens can never be served here: the limit is {limit} ({because}); {remedy}")]
+    #[error(
+        "a prompt of {tokens} tokens can never be served here: the limit is {limit} ({because}); {remedy}"
+    )]
     NeverFits {
         /// Tokens of the prompt.
         tokens: u64,
@@ -89,5 +92,11 @@ impl EngineError {
             Self::Pool(_) | Self::Thread(_) | Self::Stopped => Blame::Environment,
             Self::Rank { .. } => Blame::Us,
         }
+    }
+}
+
+impl From<ArenaError> for EngineError {
+    fn from(error: ArenaError) -> Self {
+        Self::Pool(error.to_string())
     }
 }

@@ -38,8 +38,7 @@ pub(crate) struct Receiver<T>(Arc<Core<T>>);
 
 /// A fresh channel.
 pub(crate) fn mailbox<T>() -> (Sender<T>, Receiver<T>) {
-    let shared =
-        Mutex::new(Shared { queue: VecDeque::new(), senders: 1, reader_gone: false, waker: None });
+    let shared = Mutex::new(Shared { queue: VecDeque::new(), senders: 1, reader_gone: false, waker: None });
     let core = Arc::new(Core { shared, filled: Condvar::new() });
     (Sender(Arc::clone(&core)), Receiver(core))
 }

@@ -1,5 +1,6 @@
 //! A model ready to run: weights packed for the kernels, one copy that all ranks share.
 
+use std::sync::Arc;
 use std::{
     path::Path,
     sync::{
@@ -8,7 +9,6 @@ use std::{
     },
     thread,
 };
-use std::sync::Arc;
 
 use kvferry_plan::{CacheShape, LayerId, Part};
 
@@ -151,13 +151,17 @@ impl Model {
             Some(head) => (Some(embedding), head),
             None => (None, embedding),
         };
-        let digest = format!("{sha256} {} {}", match options.attention {
-            Attention::Gqa => "gqa",
-            Attention::Mla => "mla",
-        }, match arith {
-            Arith::Canonical => "canonical",
-            Arith::Fast => "fast",
-        });
+        let digest = format!(
+            "{sha256} {} {}",
+            match options.attention {
+                Attention::Gqa => "gqa",
+                Attention::Mla => "mla",
+            },
+            match arith {
+                Arith::Canonical => "canonical",
+                Arith::Fast => "fast",
+            }
+        );
         Ok(Arc::new(Self {
             name: checkpoint.name().to_owned(),
             sha256,

@@ -3,7 +3,7 @@
 
 use std::sync::Arc;
 
-use kvferry_arena::{Arena, ArenaError, Memory};
+use kvferry_arena::{Arena, Memory};
 use kvferry_plan::{
     Bytes, CacheShape, Dtype, LayerId, PageTable, Part, PartLayout, Placement, PoolLayout, RankId, Token,
 };
@@ -71,7 +71,7 @@ impl Pool {
                 Some(Held { layout, class: placement.class(part.part, rank), elems })
             })
             .collect();
-        let arena = Arena::new(&format!("kv-rank-{rank}"), layout).map_err(failed)?;
+        let arena = Arena::new(&format!("kv-rank-{rank}"), layout)?;
         Ok(Self { arena: Arc::new(arena), held })
     }
 
@@ -136,11 +136,11 @@ impl Pool {
         }
         let offset = self.offset(at, held, table, local)?;
         match held.layout.dtype {
-            Dtype::F32 => self.arena.write(offset, bytemuck::cast_slice(values)).map_err(failed),
+            Dtype::F32 => self.arena.write(offset, bytemuck::cast_slice(values)).map_err(EngineError::from),
             Dtype::Bf16 => {
                 let mut narrow = vec![0_u16; values.len()];
                 narrow_bf16(values, &mut narrow);
-                self.arena.write(offset, bytemuck::cast_slice(&narrow)).map_err(failed)
+                self.arena.write(offset, bytemuck::cast_slice(&narrow)).map_err(EngineError::from)
             }
             other => Err(EngineError::Layout(format!("kv={other} is not built yet"))),
         }
@@ -164,10 +164,10 @@ impl Pool {
             // A page's rows lie one after the other.
             let offset = self.offset(at, held, table, (k * page) as u64)?;
             match held.layout.dtype {
-                Dtype::F32 => self.arena.read(offset, bytemuck::cast_slice_mut(values)).map_err(failed)?,
+                Dtype::F32 => self.arena.read(offset, bytemuck::cast_slice_mut(values))?,
                 Dtype::Bf16 => {
                     into.narrow.resize(values.len(), 0);
-                    self.arena.read(offset, bytemuck::cast_slice_mut(&mut into.narrow)).map_err(failed)?;
+                    self.arena.read(offset, bytemuck::cast_slice_mut(&mut into.narrow))?;
                     widen_bf16(&into.narrow, values);
                 }
                 other => return Err(EngineError::Layout(format!("kv={other} is not built yet"))),
@@ -175,8 +175,4 @@ impl Pool {
         }
         Ok(())
     }
-}
-
-fn failed(error: ArenaError) -> EngineError {
-    EngineError::Pool(error.to_string())
 }

@@ -3,7 +3,7 @@
 
 use std::{ops::Range, sync::Arc};
 
-use kvferry_arena::{Arena, ArenaError, Memory};
+use kvferry_arena::{Arena, Memory};
 use kvferry_plan::{
     Bytes, CacheShape, Dtype, Generation, HeadId, LayerId, PageTable, Part, PartShape, Placement, RankId,
     RoomKey, Token,
@@ -82,7 +82,7 @@ impl Rows {
             .iter()
             .map(|page| first.as_ref().map_or(Ok(Generation(0)), |arena| arena.generation(*page)))
             .collect::<Result<_, _>>()
-            .map_err(failed)?;
+            ?;
         Ok(Self {
             key,
             model: model.into(),
@@ -127,7 +127,7 @@ impl Rows {
     pub fn bytes_on(&self, rank: RankId, at: Coordinate) -> Result<Option<Vec<u8>>, EngineError> {
         let Some((offset, len)) = self.locate(rank, at) else { return Ok(None) };
         let mut bytes = vec![0; len];
-        self.arena(rank)?.read(offset, &mut bytes).map_err(failed)?;
+        self.arena(rank)?.read(offset, &mut bytes)?;
         self.alive()?;
         Ok(Some(bytes))
     }
@@ -193,7 +193,7 @@ impl Rows {
             };
             for rank in self.ranks() {
                 if let Some((offset, _)) = self.locate(rank, at) {
-                    self.arena(rank)?.write(offset, &bytes).map_err(failed)?;
+                    self.arena(rank)?.write(offset, &bytes)?;
                 }
             }
         }
@@ -246,14 +246,10 @@ impl Rows {
     fn alive(&self) -> Result<(), EngineError> {
         let Some(arena) = self.arenas.first() else { return Ok(()) };
         for (page, then) in self.table.0.iter().zip(&self.generations) {
-            if arena.generation(*page).map_err(failed)? != *then {
+            if arena.generation(*page)? != *then {
                 return Err(EngineError::UnknownRoom(self.key));
             }
         }
         Ok(())
     }
-}
-
-fn failed(error: ArenaError) -> EngineError {
-    EngineError::Pool(error.to_string())
 }

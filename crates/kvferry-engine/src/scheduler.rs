@@ -80,7 +80,8 @@ impl Scheduler {
     /// Works until it is told to stop.
     pub(crate) fn run(mut self) {
         loop {
-            let working = self.jobs.values().any(|job| matches!(job.state, State::Prefilling | State::Decoding));
+            let working =
+                self.jobs.values().any(|job| matches!(job.state, State::Prefilling | State::Decoding));
             let mut command = if working { self.inbox.try_recv() } else { self.inbox.recv() };
             if command.is_none() && !working {
                 break;
@@ -101,7 +102,7 @@ impl Scheduler {
             self.publish();
         }
         for id in self.jobs.keys().copied().collect::<Vec<_>>() {
-            self.fail(id, EngineError::Stopped);
+            self.fail(id, &EngineError::Stopped);
         }
     }
 
@@ -184,7 +185,8 @@ impl Scheduler {
     }
 
     fn rows(&self, key: RoomKey) -> Result<Rows, EngineError> {
-        let job = self.rooms.get(&key).and_then(|id| self.jobs.get(id)).ok_or(EngineError::UnknownRoom(key))?;
+        let job =
+            self.rooms.get(&key).and_then(|id| self.jobs.get(id)).ok_or(EngineError::UnknownRoom(key))?;
         let Some(lease) = &job.lease else {
             return Err(EngineError::RoomState { key, reason: "it waits for pages".into() });
         };
@@ -203,7 +205,7 @@ impl Scheduler {
             if self.jobs.get(&id).is_some_and(|job| job.state == State::Queued) {
                 self.remove(id);
             } else {
-                self.fail(id, EngineError::Aborted);
+                self.fail(id, &EngineError::Aborted);
             }
         }
     }
@@ -257,7 +259,7 @@ impl Scheduler {
             Ok(outcomes) => ids.into_iter().zip(outcomes).for_each(|(id, outcome)| self.take(id, &outcome)),
             Err(error) => {
                 tracing::error!(%error, requests = ids.len(), "a step failed");
-                ids.into_iter().for_each(|id| self.fail(id, error.clone()));
+                ids.into_iter().for_each(|id| self.fail(id, &error));
             }
         }
     }
@@ -266,7 +268,7 @@ impl Scheduler {
     fn take(&mut self, id: JobId, outcome: &Outcome) {
         let Some(job) = self.jobs.get_mut(&id) else { return };
         if !outcome.in_range {
-            self.fail(id, EngineError::Range { what: "this model's activations" });
+            self.fail(id, &EngineError::Range { what: "this model's activations" });
             return;
         }
         job.advance(outcome.computed);
@@ -278,7 +280,7 @@ impl Scheduler {
         let token = match sample(logits, &job.sampling, u64::from(job.generated)) {
             Ok(choice) => FirstToken { id: choice.id, logprob: choice.logprob },
             Err(error) => {
-                self.fail(id, error);
+                self.fail(id, &error);
                 return;
             }
         };
@@ -305,8 +307,8 @@ impl Scheduler {
     }
 
     /// A request has ended otherwise. Pages that another process may be reading or writing wait for the release.
-    fn fail(&mut self, id: JobId, error: EngineError) {
-        self.tell_failed(id, &error);
+    fn fail(&mut self, id: JobId, error: &EngineError) {
+        self.tell_failed(id, error);
         let Some(job) = self.jobs.get_mut(&id) else { return };
         if job.kind == Kind::Generate || job.lease.is_none() {
             self.remove(id);

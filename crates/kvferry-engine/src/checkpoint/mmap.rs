@@ -1,5 +1,7 @@
 //! Read-only file mappings: the one place of the loader with unsafe code.
 
+#![allow(unsafe_code)]
+
 use super::LoadError;
 use memmap2::Mmap;
 use std::{fs::File, path::Path};

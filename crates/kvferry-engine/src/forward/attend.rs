@@ -5,14 +5,11 @@ use std::ops::Range;
 
 use kvferry_plan::{LayerId, Part};
 
-use super::{
-    batch::Block,
-    rank::Rank,
-};
+use super::{batch::Block, rank::Rank};
 use crate::{
     EngineError,
     math::{Arith, AttentionSums, KeyPanels, Scores, ValueRows, merge_lse, merge_max},
-    pool::{Pool, RowBuffer},
+    pool::RowBuffer,
     ranks::RankError,
 };
 
@@ -56,7 +53,14 @@ pub(super) struct Scratch {
 
 impl Scratch {
     pub(super) fn new(arith: Arith) -> Self {
-        Self { arith, rows: RowBuffer::default(), loaded: Vec::new(), live: 0, scores: Vec::new(), q: Vec::new() }
+        Self {
+            arith,
+            rows: RowBuffer::default(),
+            loaded: Vec::new(),
+            live: 0,
+            scores: Vec::new(),
+            q: Vec::new(),
+        }
     }
 }
 
@@ -181,12 +185,7 @@ impl Rank<'_> {
     }
 
     /// Canonical: the largest score over all ranks first, then sums on the integer grid.
-    fn meet_on_the_grid(
-        &mut self,
-        kv: &Kv,
-        placed: &[Placed<'_>],
-        out: &mut [f32],
-    ) -> Result<(), RankError> {
+    fn meet_on_the_grid(&mut self, kv: &Kv, placed: &[Placed<'_>], out: &mut [f32]) -> Result<(), RankError> {
         let count = placed.len();
         let mine: Vec<f32> =
             self.scratch.scores[..count].iter().flat_map(|scores| scores.max().iter().copied()).collect();
@@ -222,12 +221,7 @@ impl Rank<'_> {
     }
 
     /// Fast: each rank's softmax over its own tokens, merged by their log-sum-exp.
-    fn meet_by_weight(
-        &mut self,
-        kv: &Kv,
-        placed: &[Placed<'_>],
-        out: &mut [f32],
-    ) -> Result<(), RankError> {
+    fn meet_by_weight(&mut self, kv: &Kv, placed: &[Placed<'_>], out: &mut [f32]) -> Result<(), RankError> {
         let dim = kv.value_dim;
         let mut mine: Vec<(Vec<f32>, Vec<f32>)> = Vec::with_capacity(placed.len());
         for (at, placed) in placed.iter().enumerate() {

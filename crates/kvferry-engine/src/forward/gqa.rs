@@ -52,7 +52,9 @@ impl Rank<'_> {
         let mut k = project(&weights.k, weights.k_bias.as_deref());
         let v = project(&weights.v, weights.v_bias.as_deref());
         let width = columns.len();
-        for ((row, k), v) in own.iter().zip(k.chunks_exact_mut(width.max(1))).zip(v.chunks_exact(width.max(1))) {
+        for ((row, k), v) in
+            own.iter().zip(k.chunks_exact_mut(width.max(1))).zip(v.chunks_exact(width.max(1)))
+        {
             let Some(piece) = self.batch.pieces.get(row.piece) else { continue };
             rope.rotate(k, row.position as usize);
             self.pool.write((layer, Part::Key), piece.table, row.position, k)?;

@@ -40,11 +40,8 @@ impl Rank<'_> {
             scale(head, shape.scale);
         });
         // With nothing position-free in a head, its key is the rotary part alone.
-        let (q, key_offset) = if nope == 0 {
-            (q, lora)
-        } else {
-            (self.absorb(weights, &q, (lora, nope, shape.rope))?, 0)
-        };
+        let (q, key_offset) =
+            if nope == 0 { (q, lora) } else { (self.absorb(weights, &q, (lora, nope, shape.rope))?, 0) };
         let q = self.member.group(q, |parts| parts.concat())?;
 
         let own = self.own_rows()?;
@@ -101,8 +98,10 @@ impl Rank<'_> {
         for ((w_uk, q), out) in weights.w_uk.iter().skip(heads.start).zip(ins).zip(outs) {
             let free: Vec<f32> = q.chunks_exact(nope + rope).flat_map(|q| q[..nope].to_vec()).collect();
             w_uk.apply(&free, rows, 0..lora, &mut absorbed);
-            for ((out, q), absorbed) in
-                out.chunks_exact_mut(lora + rope).zip(q.chunks_exact(nope + rope)).zip(absorbed.chunks_exact(lora))
+            for ((out, q), absorbed) in out
+                .chunks_exact_mut(lora + rope)
+                .zip(q.chunks_exact(nope + rope))
+                .zip(absorbed.chunks_exact(lora))
             {
                 out[..lora].copy_from_slice(absorbed);
                 out[lora..].copy_from_slice(&q[nope..]);

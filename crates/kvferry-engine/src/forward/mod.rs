@@ -10,14 +10,15 @@ mod rank;
 
 use std::sync::Arc;
 
-use kvferry_arena::{Arena, Memory};
-use kvferry_plan::{CacheShape, Dtype, LayerSplit, LayoutSpec, PageId, PageTable, Placement, RankId, RoomKey, TokenRange};
+use kvferry_arena::Arena;
+use kvferry_plan::{
+    CacheShape, Dtype, LayerSplit, LayoutSpec, PageId, PageTable, Placement, RankId, RoomKey, TokenRange,
+};
 
 pub(crate) use batch::{Outcome, Piece};
 
 use crate::{
-    EngineConfig, EngineError, Model, Rows,
-    pages,
+    EngineConfig, EngineError, Model, Rows, pages,
     pool::Pool,
     ranks::Ranks,
     shares::{self, Share, Totals},
@@ -50,9 +51,8 @@ impl Forward {
         if let Some(part) = placement.parts.iter().find(|p| !matches!(p.dtype, Dtype::F32 | Dtype::Bf16)) {
             return Err(EngineError::Layout(format!("kv={} is not built yet; use f32 or bf16", part.dtype)));
         }
-        let pages = pages::pages_for(&placement, config.pool_tokens)
-            .filter(|pages| *pages > 0)
-            .ok_or_else(|| {
+        let pages =
+            pages::pages_for(&placement, config.pool_tokens).filter(|pages| *pages > 0).ok_or_else(|| {
                 EngineError::Config(format!(
                     "pool-tokens={}: a pool holds at least 1 token and less than 2^32 pages",
                     config.pool_tokens
@@ -61,11 +61,15 @@ impl Forward {
         let pools = (0..placement.ranks())
             .map(|rank| Pool::new(&shape, &placement, RankId(rank), pages))
             .collect::<Result<_, _>>()?;
-        let shares = shares::shares(&shape, &placement, Totals {
-            heads: model.config().heads as u32,
-            units: model.ffn_units() as u32,
-            vocab: model.config().vocab as u32,
-        });
+        let shares = shares::shares(
+            &shape,
+            &placement,
+            Totals {
+                heads: model.config().heads as u32,
+                units: model.ffn_units() as u32,
+                vocab: model.config().vocab as u32,
+            },
+        );
         Ok(Self { model, shape, placement, pools, shares, pages })
     }
 
@@ -129,7 +133,11 @@ impl Forward {
             .zip(&batch.spans)
             .map(|(piece, span)| Outcome {
                 computed: TokenRange::new(piece.start, piece.start + span.len() as u64),
-                logits: if piece.logits && !span.is_empty() { logits.next().map(<[f32]>::to_vec) } else { None },
+                logits: if piece.logits && !span.is_empty() {
+                    logits.next().map(<[f32]>::to_vec)
+                } else {
+                    None
+                },
                 in_range: results.iter().all(|r| !r.bad.iter().any(|row| span.contains(row))),
             })
             .collect())
