@@ -228,25 +228,26 @@ impl Tokenizer {
     /// Decodes tokens one by one.
     #[must_use]
     pub fn detokenizer(&self) -> Detokenizer {
-        Detokenizer { tokenizer: self.clone(), ids: Vec::new(), shown: 0 }
+        Detokenizer { tokenizer: self.clone(), window: Vec::new(), shown: 0 }
     }
 }
 
-/// Decodes a stream of tokens: what `push` returns, concatenated, is the text so far, and never ends inside of a
-/// character.
+/// Decodes a stream of tokens: what [`push`](Self::push) returns, concatenated, and the rest from
+/// [`finish`](Self::finish) are the text of all tokens. No piece ends inside of a character.
 #[derive(Clone, Debug)]
 pub struct Detokenizer {
     tokenizer: Tokenizer,
-    /// Tokens whose text is shown (kept because a decoder may treat a token by its predecessors), then tokens
-    /// whose text is held back.
-    ids: Vec<u32>,
-    /// How many of `ids` are shown.
+    /// The last tokens: decoded together, because a token's text may depend on those before it.
+    window: Vec<u32>,
+    /// Bytes of the window's text that were returned already.
     shown: usize,
 }
 
 impl Detokenizer {
-    /// Tokens after which bytes that still are no UTF-8 will not become any: a character has at most four.
-    const PATIENCE: usize = 4;
+    /// The window is cut to `KEPT` tokens when it reaches `LONGEST`. A character has at most four bytes, so a
+    /// character that is not complete began in the last three tokens.
+    const LONGEST: usize = 12;
+    const KEPT: usize = 4;
 
     /// Takes a token; answers the text that is certain now, often empty.
     ///
@@ -254,26 +255,32 @@ impl Detokenizer {
     /// use kvferry_engine::tokenizer::Tokenizer;
     /// let mut stream = Tokenizer::latin1().detokenizer();
     /// assert_eq!(stream.push(65), "A");
+    /// assert_eq!(stream.finish(), "");
     /// ```
     pub fn push(&mut self, id: u32) -> String {
-        self.ids.push(id);
-        self.advance(self.ids.len() - self.shown >= Self::PATIENCE)
+        self.window.push(id);
+        let text = self.tokenizer.decode(&self.window);
+        let certain = certain(&text);
+        let new = text.get(self.shown..certain).unwrap_or_default().to_owned();
+        self.shown = self.shown.max(certain);
+        if self.window.len() >= Self::LONGEST {
+            self.window.drain(..self.window.len() - Self::KEPT);
+            self.shown = certain(&self.tokenizer.decode(&self.window));
+        }
+        new
     }
 
     /// The text that was held back, at the end of the stream.
     pub fn finish(&mut self) -> String {
-        self.advance(true)
+        let text = self.tokenizer.decode(&self.window);
+        let rest = text.get(self.shown..).unwrap_or_default().to_owned();
+        (self.window, self.shown) = (Vec::new(), 0);
+        rest
     }
+}
 
-    fn advance(&mut self, force: bool) -> String {
-        let (before, _) = self.ids.split_at(self.shown.min(self.ids.len()));
-        let (before, all) = (self.tokenizer.decode(before), self.tokenizer.decode(&self.ids));
-        if all.ends_with(char::REPLACEMENT_CHARACTER) && !force {
-            return String::new();
-        }
-        let new = all.strip_prefix(before.as_str()).unwrap_or_default().to_owned();
-        self.ids.drain(..self.shown);
-        self.shown = self.ids.len();
-        new
-    }
+/// The length of a text without a replacement character at its end: it may stand for the beginning of a
+/// character whose other bytes are still to come. Earlier ones cannot change any more.
+fn certain(text: &str) -> usize {
+    text.strip_suffix(char::REPLACEMENT_CHARACTER).unwrap_or(text).len()
 }

@@ -36,9 +36,9 @@ impl fmt::Display for Item {
     }
 }
 
-/// A name out of a hostile file, fit for one line of a terminal.
+/// Text out of a hostile file, fit for one line of a terminal.
 pub(super) fn printable(name: &str) -> String {
-    const LONGEST: usize = 80;
+    const LONGEST: usize = 120;
     let mut text: String = name.escape_debug().take(LONGEST).collect();
     if name.escape_debug().nth(LONGEST).is_some() {
         text.push_str("...");

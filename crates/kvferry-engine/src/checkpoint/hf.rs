@@ -13,6 +13,9 @@ use std::{
     path::Path,
 };
 
+/// Parsed JSON takes many times its text, so that is bounded. Indices of the largest models have some megabytes.
+const LONGEST_JSON: usize = 64 << 20;
+
 /// A JSON object out of a file.
 pub(super) struct Json {
     file: String,
@@ -25,13 +28,21 @@ impl Json {
         match serde_json::from_slice(bytes) {
             Ok(Value::Object(map)) => Ok(Self { file: file.to_owned(), map }),
             Ok(_) => Err(LoadError::damaged(file, Item::Header, "is JSON, but not an object")),
-            Err(error) => Err(LoadError::damaged(file, Item::Header, format!("is not readable: {error}"))),
+            Err(error) => {
+                let reason = format!("is not readable: {}", printable(&error.to_string()));
+                Err(LoadError::damaged(file, Item::Header, reason))
+            }
         }
     }
 
     /// Reads an object from a file.
     pub(super) fn read(path: &Path) -> Result<Self, LoadError> {
-        Self::parse(&path.display().to_string(), Blob::map(path)?.bytes())
+        let (file, blob) = (path.display().to_string(), Blob::map(path)?);
+        if blob.bytes().len() > LONGEST_JSON {
+            let reason = format!("{} bytes are more than any such file has", blob.bytes().len());
+            return Err(LoadError::damaged(&file, Item::Header, reason));
+        }
+        Self::parse(&file, blob.bytes())
     }
 
     /// Reads an object from a file, if the file exists.

@@ -16,6 +16,8 @@ use serde::{
 use std::{fmt, ops::Range};
 
 const LENGTH: usize = 8;
+/// The format's own limit on its header.
+const LONGEST_HEADER: u64 = 100_000_000;
 
 #[derive(Deserialize)]
 struct Info {
@@ -56,6 +58,8 @@ impl<'de> Deserialize<'de> for Header {
 /// The tensors of one file. `index` is its place among the files of the checkpoint.
 pub(super) fn read(file: &str, index: usize, bytes: &[u8]) -> Result<Vec<(String, Stored)>, LoadError> {
     let broken = |reason: String| LoadError::damaged(file, Item::Header, reason);
+    let unreadable =
+        |error: serde_json::Error| broken(format!("is not readable: {}", printable(&error.to_string())));
     let (length, rest) = bytes
         .split_first_chunk::<LENGTH>()
         .ok_or_else(|| broken(format!("a file of {} bytes has no header length", bytes.len())))?;
@@ -64,8 +68,10 @@ pub(super) fn read(file: &str, index: usize, bytes: &[u8]) -> Result<Vec<(String
         usize::try_from(length).ok().and_then(|length| rest.split_at_checked(length)).ok_or_else(|| {
             broken(format!("a header of {length} bytes does not fit in a file of {} bytes", bytes.len()))
         })?;
-    let header: Header =
-        serde_json::from_slice(header).map_err(|e| broken(format!("is not readable: {e}")))?;
+    if length > LONGEST_HEADER {
+        return Err(broken(format!("a header of {length} bytes is longer than {LONGEST_HEADER}")));
+    }
+    let header: Header = serde_json::from_slice(header).map_err(unreadable)?;
     let start = bytes.len() - data.len();
     let mut used: Vec<(Range<usize>, usize)> = Vec::new();
     let mut tensors = Vec::new();
