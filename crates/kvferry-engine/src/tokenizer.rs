@@ -225,6 +225,16 @@ impl Tokenizer {
         }
     }
 
+    /// Whether [`Self::decode`] does not leave the token out.
+    fn shows(&self, id: u32) -> bool {
+        match &self.0 {
+            Kind::Latin1 => u8::try_from(id).is_ok(),
+            Kind::Model(model) => model
+                .id_to_token(id)
+                .is_some_and(|token| !model.get_added_vocabulary().is_special_token(&token)),
+        }
+    }
+
     /// Decodes tokens one by one.
     #[must_use]
     pub fn detokenizer(&self) -> Detokenizer {
@@ -244,8 +254,8 @@ pub struct Detokenizer {
 }
 
 impl Detokenizer {
-    /// The window is cut to `KEPT` tokens when it reaches `LONGEST`. A character has at most four bytes, so a
-    /// character that is not complete began in the last three tokens.
+    /// The window is cut to `KEPT` tokens when it reaches `LONGEST`. A character has at most four bytes and a
+    /// token in the window at least one, so a character that is not complete began in the last three.
     const LONGEST: usize = 12;
     const KEPT: usize = 4;
 
@@ -258,11 +268,14 @@ impl Detokenizer {
     /// assert_eq!(stream.finish(), "");
     /// ```
     pub fn push(&mut self, id: u32) -> String {
+        if !self.tokenizer.shows(id) {
+            return String::new();
+        }
         self.window.push(id);
         let text = self.tokenizer.decode(&self.window);
-        let certain = certain(&text);
-        let new = text.get(self.shown..certain).unwrap_or_default().to_owned();
-        self.shown = self.shown.max(certain);
+        let end = certain(&text);
+        let new = text.get(self.shown..end).unwrap_or_default().to_owned();
+        self.shown = self.shown.max(end);
         if self.window.len() >= Self::LONGEST {
             self.window.drain(..self.window.len() - Self::KEPT);
             self.shown = certain(&self.tokenizer.decode(&self.window));

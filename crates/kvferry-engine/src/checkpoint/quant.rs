@@ -68,7 +68,7 @@ impl Encoding {
         match self {
             Self::F32 => each(bytes, out, |b: &[u8; 4], y: &mut [f32; 1]| y[0] = f32::from_le_bytes(*b)),
             Self::F16 => {
-                each(bytes, out, |b: &[u8; 2], y: &mut [f32; 1]| y[0] = f16::from_le_bytes(*b).to_f32())
+                each(bytes, out, |b: &[u8; 2], y: &mut [f32; 1]| y[0] = f16::from_le_bytes(*b).to_f32());
             }
             Self::Bf16 => {
                 each(bytes, out, |b: &[u8; 2], y: &mut [f32; 1]| y[0] = bf16::from_le_bytes(*b).to_f32());

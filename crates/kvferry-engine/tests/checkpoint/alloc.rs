@@ -46,7 +46,7 @@ unsafe impl GlobalAlloc for Watching {
 static ALLOCATOR: Watching = Watching;
 
 /// What `work` returns, and the bytes of its largest allocation.
-pub fn largest<T>(work: impl FnOnce() -> T) -> (T, usize) {
+pub(crate) fn largest<T>(work: impl FnOnce() -> T) -> (T, usize) {
     LARGEST.with(|largest| largest.set(0));
     let result = work();
     (result, LARGEST.with(Cell::get))

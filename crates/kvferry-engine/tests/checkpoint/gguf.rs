@@ -5,7 +5,7 @@ use kvferry_engine::checkpoint::{Arch, Checkpoint, LayerTensors, ModelConfig};
 use kvferry_plan::LayerId;
 use safetensors::SafeTensors;
 
-pub fn open(file: &Gguf) -> Checkpoint {
+pub(crate) fn open(file: &Gguf) -> Checkpoint {
     Checkpoint::from_gguf("tiny.gguf", file.build().into()).unwrap()
 }
 

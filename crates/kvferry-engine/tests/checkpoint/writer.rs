@@ -2,24 +2,24 @@
 
 /// A GGUF file in the making.
 #[derive(Clone)]
-pub struct Gguf {
-    pub version: u32,
+pub(crate) struct Gguf {
+    pub(crate) version: u32,
     /// Name, type code, encoded value.
-    pub keys: Vec<(String, u32, Vec<u8>)>,
-    pub tensors: Vec<Tensor>,
+    pub(crate) keys: Vec<(String, u32, Vec<u8>)>,
+    pub(crate) tensors: Vec<Tensor>,
     /// Written instead of the true numbers of tensors and keys.
-    pub counts: Option<(u64, u64)>,
+    pub(crate) counts: Option<(u64, u64)>,
 }
 
 /// One tensor; `offset` is written instead of the true one.
 #[derive(Clone)]
-pub struct Tensor {
-    pub name: String,
+pub(crate) struct Tensor {
+    pub(crate) name: String,
     /// Outermost axis first.
-    pub shape: Vec<u64>,
-    pub kind: u32,
-    pub data: Vec<u8>,
-    pub offset: Option<u64>,
+    pub(crate) shape: Vec<u64>,
+    pub(crate) kind: u32,
+    pub(crate) data: Vec<u8>,
+    pub(crate) offset: Option<u64>,
 }
 
 fn text(value: &str) -> Vec<u8> {
@@ -27,45 +27,45 @@ fn text(value: &str) -> Vec<u8> {
 }
 
 impl Gguf {
-    pub fn new() -> Self {
+    pub(crate) fn new() -> Self {
         Self { version: 3, keys: Vec::new(), tensors: Vec::new(), counts: None }
     }
 
-    pub fn raw(&mut self, key: &str, kind: u32, value: Vec<u8>) -> &mut Self {
+    pub(crate) fn raw(&mut self, key: &str, kind: u32, value: Vec<u8>) -> &mut Self {
         self.keys.retain(|(name, ..)| name != key);
         self.keys.push((key.to_owned(), kind, value));
         self
     }
 
-    pub fn text(&mut self, key: &str, value: &str) -> &mut Self {
+    pub(crate) fn text(&mut self, key: &str, value: &str) -> &mut Self {
         self.raw(key, 8, text(value))
     }
 
-    pub fn number(&mut self, key: &str, value: u32) -> &mut Self {
+    pub(crate) fn number(&mut self, key: &str, value: u32) -> &mut Self {
         self.raw(key, 4, value.to_le_bytes().to_vec())
     }
 
-    pub fn real(&mut self, key: &str, value: f32) -> &mut Self {
+    pub(crate) fn real(&mut self, key: &str, value: f32) -> &mut Self {
         self.raw(key, 6, value.to_le_bytes().to_vec())
     }
 
-    pub fn flag(&mut self, key: &str, value: bool) -> &mut Self {
+    pub(crate) fn flag(&mut self, key: &str, value: bool) -> &mut Self {
         self.raw(key, 7, vec![u8::from(value)])
     }
 
-    pub fn texts(&mut self, key: &str, values: &[&str]) -> &mut Self {
+    pub(crate) fn texts(&mut self, key: &str, values: &[&str]) -> &mut Self {
         let mut list = [8u32.to_le_bytes().as_slice(), &(values.len() as u64).to_le_bytes()].concat();
         list.extend(values.iter().flat_map(|value| text(value)));
         self.raw(key, 9, list)
     }
 
-    pub fn integers(&mut self, key: &str, values: &[i32]) -> &mut Self {
+    pub(crate) fn integers(&mut self, key: &str, values: &[i32]) -> &mut Self {
         let mut list = [5u32.to_le_bytes().as_slice(), &(values.len() as u64).to_le_bytes()].concat();
         list.extend(values.iter().flat_map(|value| value.to_le_bytes()));
         self.raw(key, 9, list)
     }
 
-    pub fn tensor(&mut self, name: &str, shape: &[u64], values: &[f32]) -> &mut Self {
+    pub(crate) fn tensor(&mut self, name: &str, shape: &[u64], values: &[f32]) -> &mut Self {
         assert_eq!(shape.iter().product::<u64>(), values.len() as u64, "{name}");
         let data = values.iter().flat_map(|value| value.to_le_bytes()).collect();
         let tensor = Tensor { name: name.to_owned(), shape: shape.to_vec(), kind: 0, data, offset: None };
@@ -73,18 +73,18 @@ impl Gguf {
         self
     }
 
-    pub fn tensor_mut(&mut self, name: &str) -> &mut Tensor {
+    pub(crate) fn tensor_mut(&mut self, name: &str) -> &mut Tensor {
         self.tensors.iter_mut().find(|tensor| tensor.name == name).unwrap()
     }
 
-    pub fn without(&self, key: &str) -> Self {
+    pub(crate) fn without(&self, key: &str) -> Self {
         let mut file = self.clone();
         file.keys.retain(|(name, ..)| name != key);
         file.tensors.retain(|tensor| tensor.name != key);
         file
     }
 
-    pub fn build(&self) -> Vec<u8> {
+    pub(crate) fn build(&self) -> Vec<u8> {
         let counts = self.counts.unwrap_or((self.tensors.len() as u64, self.keys.len() as u64));
         let mut file = b"GGUF".to_vec();
         file.extend(self.version.to_le_bytes());
@@ -112,19 +112,19 @@ impl Gguf {
 }
 
 /// The geometry of [`tiny`].
-pub const HIDDEN: usize = 8;
-pub const HEADS: usize = 2;
-pub const KV_HEADS: usize = 1;
-pub const HEAD_DIM: usize = 4;
-pub const FFN: usize = 12;
+pub(crate) const HIDDEN: usize = 8;
+pub(crate) const HEADS: usize = 2;
+pub(crate) const KV_HEADS: usize = 1;
+pub(crate) const HEAD_DIM: usize = 4;
+pub(crate) const FFN: usize = 12;
 
 /// The tokens of [`tiny`], as they are written in byte-level BPE (`Ġ` is a space).
-pub const TOKENS: [&str; 12] =
+pub(crate) const TOKENS: [&str; 12] =
     ["<|end|>", "<|begin|>", "a", "b", "Ġ", "ab", "Ġab", "â", "Ĩ", "Ĵ", "1", "<tool>"];
 
 /// A valid two-layer model of a few kilobytes with a tokenizer and a chat template. Weight `i` of a tensor is
 /// `i`, so that rows tell where they came from.
-pub fn tiny(arch: &str) -> Gguf {
+pub(crate) fn tiny(arch: &str) -> Gguf {
     let mut file = Gguf::new();
     let key = |suffix: &str| format!("{arch}.{suffix}");
     file.text("general.architecture", arch)
