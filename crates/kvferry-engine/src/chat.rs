@@ -1,7 +1,11 @@
 //! Chat messages to the one text that a model was trained on, by the model's own template.
 //!
-//! Templates are Jinja with Python's string and list methods. They come out of model files, so each rendering is
-//! bounded in work; they can reach nothing but the messages. It is *not* for tokenizing ([`crate::tokenizer`]).
+//! Templates are Jinja with Python's string and list methods. They come out of model files: they can reach nothing
+//! but the messages, and each rendering is bounded in steps. It is not bounded in memory (a template may double a
+//! text at every step), so a template deserves the trust that its model file does. This module is *not* for
+//! tokenizing ([`crate::tokenizer`]).
+
+#![forbid(unsafe_code)]
 
 use kvferry_plan::Blame;
 use minijinja::{Environment, ErrorKind, Value, context, syntax::SyntaxConfig};

@@ -81,8 +81,7 @@ impl Rows {
             .0
             .iter()
             .map(|page| first.as_ref().map_or(Ok(Generation(0)), |arena| arena.generation(*page)))
-            .collect::<Result<_, _>>()
-            ?;
+            .collect::<Result<_, _>>()?;
         Ok(Self {
             key,
             model: model.into(),

@@ -3,6 +3,8 @@
 //! Two kinds: the model's own tokenizer (byte-level BPE from GGUF metadata, or a `tokenizer.json`), and latin-1
 //! bytes for models whose vocabulary is the 256 bytes. It is *not* for chat formatting ([`crate::chat`]).
 
+#![forbid(unsafe_code)]
+
 use kvferry_plan::Blame;
 use std::{collections::HashMap, fmt, panic, sync::Arc};
 use tokenizers::{
