@@ -1,1 +1,28 @@
-//! Drives sessions over transports with tokio.
+//! Drives hand-offs with tokio: a [`Node`] is one process's end of them, as source and as target.
+//!
+//! A prefill instance calls [`Node::send`] and tells the handle what it has computed; a decode instance calls
+//! [`Node::receive`] with the address of the prefill node. Both await an outcome, which resolves only when nobody
+//! reads or writes the room's pages any more.
+//!
+//! Rooms are decided by the machines of `kvferry-session`; this crate gives them connections, clocks and threads.
+//! It is *not* for finding peers (`kvferry-registry`) nor for producing or using the bytes (`kvferry-engine`).
+
+#![forbid(unsafe_code)]
+
+mod config;
+mod connection;
+mod core;
+mod error;
+mod lane;
+mod ledger;
+mod node;
+mod room;
+mod work;
+
+pub use config::{Limits, NodeConfig};
+pub use error::{NodeError, RoomError};
+pub use kvferry_session::{Cause, CauseKind, FirstToken, Side};
+pub use kvferry_transport::{Inject, TransportKind};
+pub use ledger::Ledger;
+pub use node::Node;
+pub use room::{PeerAddr, Receipt, Receive, ReceiveHandle, SourceHandle, SourceReceipt, SourceRoom};

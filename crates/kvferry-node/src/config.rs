@@ -1,0 +1,63 @@
+//! What a node is started with.
+
+use std::{net::SocketAddr, sync::Arc, time::Duration};
+
+use kvferry_arena::Arena;
+use kvferry_plan::{Descriptor, Incarnation, InstanceId};
+use kvferry_transport::{Inject, TransportKind};
+
+/// Bounds of a node.
+#[derive(Clone, Debug)]
+pub struct Limits {
+    /// Of its rooms.
+    pub rooms: kvferry_session::Limits,
+    /// Of its transports.
+    pub transport: kvferry_transport::Limits,
+    /// Between two heartbeats on a control connection.
+    pub heartbeat: Duration,
+    /// Heartbeats in a row that a peer may miss before it is dead.
+    pub missed: u32,
+    /// For a control connection and the first messages on it.
+    pub handshake: Duration,
+    /// Accepted control connections.
+    pub connections: usize,
+    /// Bytes that may wait to be sent to one peer; a peer that does not read them is given up.
+    pub outbox: usize,
+}
+
+impl Default for Limits {
+    fn default() -> Self {
+        Self {
+            rooms: kvferry_session::Limits::default(),
+            transport: kvferry_transport::Limits::default(),
+            heartbeat: Duration::from_millis(200),
+            missed: 3,
+            handshake: Duration::from_secs(1),
+            connections: 1024,
+            outbox: 64 << 20,
+        }
+    }
+}
+
+/// What a node is started with.
+#[derive(Clone, Debug)]
+pub struct NodeConfig {
+    /// The instance's name.
+    pub instance: InstanceId,
+    /// This start of it; drawn when absent.
+    pub incarnation: Option<Incarnation>,
+    /// Where the control plane listens; a loopback address, port 0 for any free one.
+    pub bind: SocketAddr,
+    /// What the instance caches and how.
+    pub descriptor: Descriptor,
+    /// The pools, by rank.
+    pub arenas: Vec<Arc<Arena>>,
+    /// The transports to start, in order of preference.
+    pub transports: Vec<TransportKind>,
+    /// Takes and compares digests. Off only to show what would happen without.
+    pub digest: bool,
+    /// A fault to commit when bytes land here.
+    pub inject: Option<Inject>,
+    /// Bounds.
+    pub limits: Limits,
+}

@@ -1,0 +1,352 @@
+//! Control connections: handshake, reader, writer, heartbeats. They know messages but no rooms.
+
+use std::{
+    fmt,
+    net::SocketAddr,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, AtomicUsize, Ordering},
+    },
+};
+
+use kvferry_plan::Mismatch;
+use kvferry_session::{
+    Heartbeat, MAX_HELLO, MAX_MESSAGE, Message, Pairing, PairingError, Peer, Refuse, Side, WireError, decode,
+    encode, frame_len,
+};
+use tokio::{
+    io::{AsyncReadExt, AsyncWriteExt, BufReader},
+    net::{
+        TcpListener, TcpStream,
+        tcp::{OwnedReadHalf, OwnedWriteHalf},
+    },
+    sync::{Semaphore, mpsc},
+    time::{MissedTickBehavior, interval, sleep, timeout},
+};
+use tokio_util::sync::CancellationToken;
+
+use crate::{PeerAddr, core::Shared};
+
+/// A control connection of this process.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub(crate) struct ConnId(pub(crate) u64);
+
+/// Why a connection is no more.
+#[derive(Clone, Debug)]
+pub(crate) enum Gone {
+    /// The two do not fit; the mismatch as we see it.
+    Refused(Mismatch),
+    /// It never came about.
+    Unreachable(String),
+    /// It ended.
+    Lost(String),
+}
+
+impl fmt::Display for Gone {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Refused(mismatch) => write!(f, "refused: {mismatch}"),
+            Self::Unreachable(reason) | Self::Lost(reason) => f.write_str(reason),
+        }
+    }
+}
+
+impl From<WireError> for Gone {
+    fn from(error: WireError) -> Self {
+        Self::Lost(error.to_string())
+    }
+}
+
+impl From<std::io::Error> for Gone {
+    fn from(error: std::io::Error) -> Self {
+        Self::Lost(match error.kind() {
+            std::io::ErrorKind::UnexpectedEof => "the connection was closed".into(),
+            _ => error.to_string(),
+        })
+    }
+}
+
+/// What a connection tells the core, in order.
+#[derive(Debug)]
+pub(crate) struct Remote {
+    pub(crate) conn: ConnId,
+    pub(crate) news: News,
+}
+
+#[derive(Debug)]
+pub(crate) enum News {
+    /// The peer fits.
+    Paired { peer: Box<Peer>, outbox: Outbox },
+    /// The peer says something.
+    Said(Message),
+    /// The last news.
+    Gone(Gone),
+}
+
+/// Messages on their way to one peer, bounded by bytes. Dropping it closes the connection after what is queued has
+/// been sent.
+#[derive(Debug)]
+pub(crate) struct Outbox {
+    queue: mpsc::UnboundedSender<Vec<u8>>,
+    queued: Arc<AtomicUsize>,
+    bound: usize,
+    cancel: CancellationToken,
+}
+
+impl Outbox {
+    /// Queues a message. A peer that has stopped reading is given up when too much waits for it.
+    ///
+    /// # Errors
+    /// When the message is too long for the wire.
+    pub(crate) fn send(&self, message: &Message) -> Result<(), WireError> {
+        let bytes = encode(message)?;
+        let len = bytes.len();
+        if self.queued.fetch_add(len, Ordering::Relaxed).saturating_add(len) > self.bound {
+            self.cancel.cancel();
+        } else {
+            // A writer that is gone has told the core, which will get to it.
+            self.queue.send(bytes).ok();
+        }
+        Ok(())
+    }
+}
+
+/// Accepts control connections, as source.
+#[derive(Debug)]
+pub(crate) struct Listener {
+    shared: Arc<Shared>,
+    listener: TcpListener,
+}
+
+impl Listener {
+    pub(crate) fn new(shared: Arc<Shared>, listener: TcpListener) -> Self {
+        Self { shared, listener }
+    }
+
+    pub(crate) async fn run(self) {
+        let slots = Arc::new(Semaphore::new(self.shared.limits.connections));
+        loop {
+            let accepted = tokio::select! {
+                () = self.shared.listen.cancelled() => return,
+                accepted = self.listener.accept() => accepted,
+            };
+            match (accepted, slots.clone().try_acquire_owned()) {
+                (Ok((stream, _)), Ok(slot)) => {
+                    let connection = Connection::new(&self.shared, Side::Source, None);
+                    self.shared.tracker.spawn(async move {
+                        connection.run(stream).await;
+                        drop(slot);
+                    });
+                }
+                (Ok((_, from)), Err(_)) => tracing::warn!(%from, "too many control connections; closed"),
+                // Such as too many open files: other connections go on, so wait for one to end.
+                (Err(error), _) => {
+                    tracing::warn!(%error, "cannot accept");
+                    sleep(self.shared.limits.heartbeat).await;
+                }
+            }
+        }
+    }
+}
+
+/// One control connection, from the handshake to its end.
+#[derive(Debug)]
+pub(crate) struct Connection {
+    pub(crate) id: ConnId,
+    pub(crate) cancel: CancellationToken,
+    shared: Arc<Shared>,
+    side: Side,
+    expected: Option<PeerAddr>,
+}
+
+impl Connection {
+    /// A connection on which we are `side`.
+    pub(crate) fn new(shared: &Arc<Shared>, side: Side, expected: Option<PeerAddr>) -> Self {
+        Self {
+            id: ConnId(shared.connection.fetch_add(1, Ordering::Relaxed)),
+            cancel: shared.stop.child_token(),
+            shared: shared.clone(),
+            side,
+            expected,
+        }
+    }
+
+    /// Connects to the expected peer and serves the connection.
+    pub(crate) async fn dial(self, endpoint: String) {
+        let connect = async {
+            let at: SocketAddr =
+                endpoint.parse().map_err(|_| format!("`{endpoint}` is not ADDRESS:PORT"))?;
+            if !at.ip().is_loopback() {
+                return Err("only loopback peers until connections are authenticated".to_owned());
+            }
+            TcpStream::connect(at).await.map_err(|e| e.to_string())
+        };
+        let bound = self.shared.limits.handshake;
+        let reason = match timeout(bound, connect).await {
+            Ok(Ok(stream)) => return self.run(stream).await,
+            Ok(Err(reason)) => reason,
+            Err(_) => format!("no answer within {bound:?}"),
+        };
+        self.tell(News::Gone(Gone::Unreachable(reason))).await;
+    }
+
+    /// Serves the connection. Its last word to the core is how it ended.
+    async fn run(self, stream: TcpStream) {
+        stream.set_nodelay(true).ok();
+        let (read, mut write) = stream.into_split();
+        let mut read = BufReader::with_capacity(64 << 10, read);
+        let bound = self.shared.limits.handshake;
+        let greeted = tokio::select! {
+            () = self.cancel.cancelled() => Err(Gone::Lost("closed here".into())),
+            greeted = timeout(bound, self.greet(&mut read, &mut write)) => {
+                greeted.unwrap_or_else(|_| Err(Gone::Unreachable(format!("no hello within {bound:?}"))))
+            }
+        };
+        let gone = match greeted {
+            Ok(peer) => self.serve(peer, read, write).await,
+            Err(gone) => gone,
+        };
+        self.tell(News::Gone(gone)).await;
+    }
+
+    async fn greet(
+        &self,
+        read: &mut BufReader<OwnedReadHalf>,
+        write: &mut OwnedWriteHalf,
+    ) -> Result<Peer, Gone> {
+        let expected = self.expected.as_ref().map(|e| (e.instance.clone(), e.incarnation));
+        let pairing = Pairing::new(self.shared.hello.clone(), self.side, expected);
+        write.write_all(&encode(&pairing.hello())?).await?;
+        let first = receive(read, MAX_HELLO).await?;
+        match pairing.answer(first) {
+            Ok(peer) => Ok(peer),
+            Err(error) => {
+                if let Some(refusal) = error.refusal() {
+                    write.write_all(&encode(&refusal)?).await?;
+                    write.shutdown().await?;
+                }
+                tracing::info!(%error, "not paired");
+                Err(match error {
+                    PairingError::Refused(mismatch) | PairingError::RefusedByPeer(mismatch) => {
+                        Gone::Refused(mismatch)
+                    }
+                    other => Gone::Unreachable(other.to_string()),
+                })
+            }
+        }
+    }
+
+    async fn serve(&self, peer: Peer, read: BufReader<OwnedReadHalf>, write: OwnedWriteHalf) -> Gone {
+        let (queue, messages) = mpsc::unbounded_channel();
+        let queued = Arc::new(AtomicUsize::new(0));
+        let outbox = |queue| Outbox {
+            queue,
+            queued: queued.clone(),
+            bound: self.shared.limits.outbox,
+            cancel: self.cancel.clone(),
+        };
+        let beats = outbox(queue.clone()).downgrade();
+        let peer = Box::new(peer);
+        self.tell(News::Paired { peer, outbox: outbox(queue) }).await;
+        let heard = AtomicBool::new(true);
+        tokio::select! {
+            () = self.cancel.cancelled() => Gone::Lost("given up here".into()),
+            gone = self.read(read, &heard) => gone,
+            gone = Self::write(write, messages, &queued) => gone,
+            gone = self.beat(&beats, &heard) => gone,
+        }
+    }
+
+    async fn read(&self, mut read: BufReader<OwnedReadHalf>, heard: &AtomicBool) -> Gone {
+        loop {
+            let message = receive(&mut read, MAX_MESSAGE).await;
+            heard.store(true, Ordering::Relaxed);
+            match message {
+                Ok(Message::Goodbye(bye)) => return Gone::Lost(format!("the peer left: {}", bye.reason)),
+                Ok(Message::Refuse(Refuse { mismatch: Mismatch { field, ours, theirs } })) => {
+                    return Gone::Refused(Mismatch { field, ours: theirs, theirs: ours });
+                }
+                Ok(message) => self.tell(News::Said(message)).await,
+                Err(gone) => return gone,
+            }
+        }
+    }
+
+    async fn write(
+        mut write: OwnedWriteHalf,
+        mut messages: mpsc::UnboundedReceiver<Vec<u8>>,
+        queued: &AtomicUsize,
+    ) -> Gone {
+        while let Some(bytes) = messages.recv().await {
+            if let Err(error) = write.write_all(&bytes).await {
+                return error.into();
+            }
+            queued.fetch_sub(bytes.len(), Ordering::Relaxed);
+        }
+        write.shutdown().await.ok();
+        Gone::Lost("closed here".into())
+    }
+
+    /// Sends heartbeats and counts those of the peer. Counting our own ticks, and not the time, keeps a machine that
+    /// slept from declaring everybody dead.
+    async fn beat(&self, outbox: &WeakOutbox, heard: &AtomicBool) -> Gone {
+        let limits = &self.shared.limits;
+        let mut ticks = interval(limits.heartbeat);
+        ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        let mut missed = 0;
+        for sequence in 0.. {
+            ticks.tick().await;
+            missed = if heard.swap(false, Ordering::Relaxed) { 0 } else { missed + 1 };
+            if missed >= limits.missed {
+                break;
+            }
+            outbox.beat(&Message::Heartbeat(Heartbeat { sequence }));
+        }
+        Gone::Lost(format!("silent for {missed} heartbeats of {:?}", limits.heartbeat))
+    }
+
+    async fn tell(&self, news: News) {
+        // The core is gone only when the node is.
+        self.shared.inbox.send(Remote { conn: self.id, news }).await.ok();
+    }
+}
+
+/// An outbox that does not keep its connection open.
+#[derive(Debug)]
+struct WeakOutbox {
+    queue: mpsc::WeakUnboundedSender<Vec<u8>>,
+    queued: Arc<AtomicUsize>,
+}
+
+impl Outbox {
+    fn downgrade(&self) -> WeakOutbox {
+        WeakOutbox { queue: self.queue.downgrade(), queued: self.queued.clone() }
+    }
+}
+
+impl WeakOutbox {
+    fn beat(&self, message: &Message) {
+        if let (Some(queue), Ok(bytes)) = (self.queue.upgrade(), encode(message)) {
+            self.queued.fetch_add(bytes.len(), Ordering::Relaxed);
+            queue.send(bytes).ok();
+        }
+    }
+}
+
+/// The next message that this version knows. Memory grows with what arrives, not with what is announced.
+async fn receive(read: &mut BufReader<OwnedReadHalf>, max: u32) -> Result<Message, Gone> {
+    loop {
+        let mut prefix = [0; 4];
+        read.read_exact(&mut prefix).await?;
+        let len = frame_len(prefix, max)?;
+        let mut body = Vec::new();
+        read.take(len.into()).read_to_end(&mut body).await?;
+        if body.len() as u64 != u64::from(len) {
+            return Err(Gone::Lost("the connection was closed inside a message".into()));
+        }
+        match decode(&body) {
+            Err(WireError::UnknownKind { kind }) => tracing::debug!(kind, "skipped a message of a later version"),
+            other => return Ok(other?),
+        }
+    }
+}

@@ -1,0 +1,406 @@
+//! The one task that owns all rooms. It only ever reacts: everything slow runs elsewhere and comes back as an event.
+
+mod source;
+mod target;
+
+use std::{
+    collections::HashMap,
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError,
+        atomic::AtomicU64,
+    },
+    time::Instant,
+};
+
+use kvferry_arena::Arena;
+use kvferry_plan::{RankId, RoomKey, TokenRange};
+use kvferry_session::{
+    Cause, CauseKind, Closed, Deadlines, FirstToken, Goodbye, Hello, Leg, Message, Open, Peer, Side, Time,
+    Tombstones, WireError,
+};
+use kvferry_transport::{Landed, Transport, TransportKind};
+use tokio::sync::mpsc;
+use tokio_util::{sync::CancellationToken, task::TaskTracker};
+
+use self::{source::SourceEntry, target::TargetEntry};
+use crate::{
+    Ledger, PeerAddr, Receive, Receipt, SourceReceipt, SourceRoom,
+    config::Limits,
+    connection::{ConnId, Gone, News, Outbox, Remote},
+    lane::Lane,
+    room::Slot,
+};
+
+/// What all tasks and threads of a node share.
+#[derive(Debug)]
+pub(crate) struct Shared {
+    pub(crate) hello: Hello,
+    pub(crate) arenas: Vec<Arc<Arena>>,
+    pub(crate) transports: Vec<(TransportKind, Arc<dyn Transport>)>,
+    pub(crate) limits: Limits,
+    pub(crate) epoch: Instant,
+    /// To the core, from this process: as many as the caller has rooms and chunks.
+    pub(crate) events: mpsc::UnboundedSender<Event>,
+    /// To the core, from peers: bounded, so that a peer waits for the core and not the core for memory.
+    pub(crate) inbox: mpsc::Sender<Remote>,
+    pub(crate) ledger: Mutex<Ledger>,
+    /// Numbers connections.
+    pub(crate) connection: AtomicU64,
+    /// Ends accepting.
+    pub(crate) listen: CancellationToken,
+    /// Ends everything, at once.
+    pub(crate) stop: CancellationToken,
+    pub(crate) tracker: TaskTracker,
+}
+
+impl Shared {
+    fn transport(&self, name: &str) -> Option<(TransportKind, Arc<dyn Transport>)> {
+        self.transports.iter().find(|(_, t)| t.name() == name).cloned()
+    }
+
+    fn ledger(&self) -> MutexGuard<'_, Ledger> {
+        self.ledger.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Something that happened in this process. A serial names one handle's room, so that a late event of an earlier
+/// room with the same key finds nobody.
+#[derive(Debug)]
+pub(crate) enum Event {
+    Send { room: SourceRoom, serial: u64, slot: Slot<SourceReceipt> },
+    Chunk { key: RoomKey, serial: u64, tokens: TokenRange },
+    Finish { key: RoomKey, serial: u64, first: FirstToken, at: Time },
+    Receive { room: Receive, serial: u64, slot: Slot<Receipt> },
+    Abort { side: Side, key: RoomKey, serial: u64, cause: Cause },
+    Granted { key: RoomKey, serial: u64, result: Result<(), Cause> },
+    Landed { serial: u64, landed: Landed },
+    Executed {
+        side: Side,
+        key: RoomKey,
+        serial: u64,
+        source: RankId,
+        tokens: TokenRange,
+        result: Result<Vec<Leg>, Cause>,
+    },
+    Fenced { key: RoomKey, serial: u64 },
+    Shutdown,
+}
+
+/// What has to be looked at when its time comes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Timer {
+    Source(RoomKey),
+    Target(RoomKey),
+    Waiting(RoomKey),
+}
+
+/// A control connection. It has no peer while it is being dialled.
+#[derive(Debug)]
+struct Conn {
+    side: Side,
+    paired: Option<(Arc<Peer>, Outbox)>,
+    /// By transport.
+    lanes: HashMap<TransportKind, Lane>,
+}
+
+/// An open for a room that is not known here yet.
+#[derive(Debug)]
+struct Waiting {
+    conn: ConnId,
+    open: Open,
+    until: Time,
+}
+
+#[derive(Debug)]
+pub(crate) struct Core {
+    shared: Arc<Shared>,
+    conns: HashMap<ConnId, Conn>,
+    dialled: HashMap<PeerAddr, ConnId>,
+    sources: HashMap<RoomKey, SourceEntry>,
+    targets: HashMap<RoomKey, TargetEntry>,
+    waiting: HashMap<RoomKey, Waiting>,
+    ended_sources: Tombstones,
+    ended_targets: Tombstones,
+    timers: Deadlines<Timer>,
+    draining: bool,
+}
+
+impl Core {
+    pub(crate) fn new(shared: Arc<Shared>) -> Self {
+        let rooms = &shared.limits.rooms;
+        let tombstones = || Tombstones::new(rooms.tombstone, rooms.tombstones);
+        Self {
+            conns: HashMap::new(),
+            dialled: HashMap::new(),
+            sources: HashMap::new(),
+            targets: HashMap::new(),
+            waiting: HashMap::new(),
+            ended_sources: tombstones(),
+            ended_targets: tombstones(),
+            timers: Deadlines::default(),
+            draining: false,
+            shared,
+        }
+    }
+
+    pub(crate) async fn run(
+        mut self,
+        mut local: mpsc::UnboundedReceiver<Event>,
+        mut remote: mpsc::Receiver<Remote>,
+    ) {
+        let stop = self.shared.stop.clone();
+        while !(self.draining && self.sources.is_empty() && self.targets.is_empty()) {
+            let next = self.timers.next().map(|at| self.shared.epoch + at.0);
+            let due = async {
+                match next {
+                    Some(at) => tokio::time::sleep_until(at.into()).await,
+                    None => std::future::pending().await,
+                }
+            };
+            tokio::select! {
+                () = stop.cancelled() => break,
+                Some(event) = local.recv() => self.event(event),
+                Some(Remote { conn, news }) = remote.recv() => self.news(conn, news),
+                () = due => {}
+            }
+            self.tick();
+            self.publish();
+        }
+        self.shared.listen.cancel();
+        for (_, outbox) in self.conns.values().filter_map(|c| c.paired.as_ref()) {
+            outbox.send(&Message::Goodbye(Goodbye { reason: "shutting down".into() })).ok();
+        }
+        // Rooms that are still open are fenced before anybody is told that they have ended.
+        let transports = self.shared.transports.clone();
+        let closed = tokio::task::spawn_blocking(move || transports.iter().for_each(|(_, t)| t.close()));
+        closed.await.ok();
+    }
+
+    fn now(&self) -> Time {
+        Time(self.shared.epoch.elapsed())
+    }
+
+    fn event(&mut self, event: Event) {
+        match event {
+            Event::Send { room, serial, slot } => self.send(room, serial, slot),
+            Event::Receive { room, serial, slot } => self.receive(room, serial, slot),
+            Event::Chunk { key, serial, tokens } => self.chunk(key, serial, tokens),
+            Event::Finish { key, serial, first, at } => {
+                self.source(key, |e, _| e.is(serial).then(|| e.room.finish(first, at)));
+            }
+            Event::Abort { side: Side::Source, key, serial, cause } => {
+                self.source(key, |e, now| e.is(serial).then(|| e.room.abort(cause, now)));
+            }
+            Event::Abort { side: Side::Target, key, serial, cause } => {
+                self.target(key, |e, now| e.is(serial).then(|| e.abort(cause, now)));
+            }
+            Event::Granted { key, serial, result } => {
+                self.target(key, |e, now| e.is(serial).then(|| e.drive(|room| room.granted(result, now))));
+            }
+            Event::Landed { serial, landed } => self.landed(serial, landed),
+            Event::Executed { side: Side::Source, key, serial, source, tokens, result } => {
+                self.source(key, |e, now| e.is(serial).then(|| e.room.executed(source, tokens, result, now)));
+            }
+            Event::Executed { side: Side::Target, key, serial, source, tokens, result } => {
+                self.target(key, |e, now| {
+                    e.is(serial).then(|| e.drive(|room| room.executed(source, tokens, result, now)))
+                });
+            }
+            Event::Fenced { key, serial } => {
+                self.target(key, |e, _| e.is(serial).then(|| e.drive(kvferry_session::Target::fenced)));
+            }
+            Event::Shutdown => self.drain(),
+        }
+    }
+
+    fn news(&mut self, id: ConnId, news: News) {
+        match news {
+            News::Paired { peer, outbox } => {
+                let side = peer.side;
+                let conn =
+                    self.conns.entry(id).or_insert_with(|| Conn { side, paired: None, lanes: HashMap::new() });
+                conn.paired = Some((Arc::from(peer), outbox));
+                for key in self.targets_of(id) {
+                    self.open(key);
+                }
+            }
+            News::Said(message) => self.said(id, message),
+            News::Gone(gone) => self.gone(id, &gone),
+        }
+    }
+
+    fn said(&mut self, id: ConnId, message: Message) {
+        let Some((peer, _)) = self.conns.get(&id).and_then(|c| c.paired.as_ref()) else { return };
+        let peer = peer.clone();
+        let Some(head) = message.head().copied() else {
+            if let Message::Heartbeat(_) = message {
+                for key in self.sources_of(id) {
+                    self.source(key, |e, now| Some(e.room.renew(now)));
+                }
+            }
+            return;
+        };
+        if (head.from, head.to) != (peer.incarnation, peer.ours) {
+            return tracing::warn!(peer = %peer.instance, kind = message.name(), "message of another start");
+        }
+        match (peer.side, message) {
+            (Side::Source, Message::Open(open)) => self.opened(id, open),
+            (Side::Source, message) => {
+                // Before it is opened, only to give it up is anybody's business.
+                let abort = matches!(message, Message::Abort(_));
+                let ours = |e: &SourceEntry| e.conn == Some(id) || (e.conn.is_none() && abort);
+                if self.sources.get(&head.key).is_some_and(ours) {
+                    self.source(head.key, |e, now| Some(e.room.message(&message, now)));
+                } else {
+                    let waiting = self.waiting.get(&head.key).is_some_and(|w| w.conn == id);
+                    if waiting && abort {
+                        self.waiting.remove(&head.key);
+                    }
+                    self.answer(id, &message, Side::Source);
+                }
+            }
+            (Side::Target, message) => {
+                if self.targets.get(&head.key).is_some_and(|e| e.conn == id) {
+                    self.target(head.key, |e, now| Some(e.drive(|room| room.message(&message, now))));
+                } else {
+                    self.answer(id, &message, Side::Target);
+                }
+            }
+        }
+    }
+
+    /// Answers a message for a room that is not alive here.
+    fn answer(&mut self, id: ConnId, message: &Message, side: Side) {
+        let ended = match side {
+            Side::Source => &self.ended_sources,
+            Side::Target => &self.ended_targets,
+        };
+        if let Some(answer) = ended.answer(message, side) {
+            self.transmit(id, &answer).ok();
+        }
+    }
+
+    /// Queues a message; a connection that is gone ends its rooms by itself.
+    fn transmit(&self, id: ConnId, message: &Message) -> Result<(), WireError> {
+        match self.conns.get(&id).and_then(|c| c.paired.as_ref()) {
+            Some((_, outbox)) => outbox.send(message),
+            None => Ok(()),
+        }
+    }
+
+    fn close_waiting(&mut self, conn: ConnId, open: &Open, cause: Cause) {
+        let closed = Closed { head: open.head.reply(), cause: Some(cause) };
+        self.transmit(conn, &Message::Closed(closed)).ok();
+    }
+
+    /// A connection has ended: so have its rooms, and its links are closed.
+    fn gone(&mut self, id: ConnId, gone: &Gone) {
+        if let Gone::Refused(mismatch) = gone {
+            *self.shared.ledger().refused.entry(mismatch.field.clone()).or_default() += 1;
+        }
+        self.dialled.retain(|_, conn| *conn != id);
+        self.waiting.retain(|_, waiting| waiting.conn != id);
+        for key in self.sources_of(id) {
+            let cause = Cause::new(CauseKind::Lost, Side::Target, gone);
+            self.source(key, |e, now| Some(e.room.peer_lost(cause, now)));
+        }
+        for key in self.targets_of(id) {
+            self.target(key, |e, now| Some(e.peer_gone(gone, now)));
+        }
+        self.conns.remove(&id);
+    }
+
+    fn sources_of(&self, id: ConnId) -> Vec<RoomKey> {
+        self.sources.iter().filter(|(_, e)| e.conn == Some(id)).map(|(key, _)| *key).collect()
+    }
+
+    fn targets_of(&self, id: ConnId) -> Vec<RoomKey> {
+        self.targets.iter().filter(|(_, e)| e.conn == id).map(|(key, _)| *key).collect()
+    }
+
+    /// The lane of a room, started when it is first needed.
+    fn lane(&mut self, id: ConnId, kind: TransportKind) -> Option<&Lane> {
+        let conn = self.conns.get_mut(&id)?;
+        let (peer, _) = conn.paired.as_ref()?;
+        if !conn.lanes.contains_key(&kind) {
+            let (_, transport) = self.shared.transports.iter().find(|(k, _)| *k == kind)?;
+            let at = peer.transports.iter().find(|e| e.name == transport.name())?;
+            let addr = kvferry_transport::PeerAddr {
+                endpoint: at.address.clone(),
+                incarnation: peer.incarnation,
+                descriptor: peer.descriptor.clone(),
+            };
+            conn.lanes.insert(kind, Lane::start(&self.shared, transport.clone(), addr));
+        }
+        conn.lanes.get(&kind)
+    }
+
+    /// Looks at everything that is due.
+    fn tick(&mut self) {
+        let now = self.now();
+        while let Some(timer) = self.timers.pop_due(now) {
+            match timer {
+                Timer::Source(key) => self.source(key, |e, now| {
+                    e.armed = None;
+                    Some(e.room.tick(now))
+                }),
+                Timer::Target(key) => self.target(key, |e, now| {
+                    e.armed = None;
+                    Some(e.drive(|room| room.tick(now)))
+                }),
+                Timer::Waiting(key) => {
+                    if self.waiting.get(&key).is_some_and(|w| w.until <= now)
+                        && let Some(Waiting { conn, open, .. }) = self.waiting.remove(&key)
+                    {
+                        let text = format!("room {key} was not announced within {:?}", self.shared.limits.rooms.join);
+                        self.close_waiting(conn, &open, Cause::new(CauseKind::Unknown, Side::Source, text));
+                    }
+                }
+            }
+        }
+        self.ended_sources.sweep(now);
+        self.ended_targets.sweep(now);
+    }
+
+    /// Makes sure that somebody looks at a room at `deadline`.
+    fn arm(timers: &mut Deadlines<Timer>, armed: &mut Option<Time>, deadline: Option<Time>, timer: Timer) {
+        if let Some(at) = deadline
+            && armed.is_none_or(|armed| at < armed)
+        {
+            timers.push(at, timer);
+            *armed = Some(at);
+        }
+    }
+
+    /// Ends all rooms and takes no new ones; the loop ends with the last room.
+    fn drain(&mut self) {
+        self.draining = true;
+        let cause = |side| Cause::new(CauseKind::Unavailable, side, "the node is shutting down");
+        for key in self.sources.keys().copied().collect::<Vec<_>>() {
+            self.source(key, |e, now| Some(e.room.abort(cause(Side::Source), now)));
+        }
+        for key in self.targets.keys().copied().collect::<Vec<_>>() {
+            self.target(key, |e, now| Some(e.abort(cause(Side::Target), now)));
+        }
+    }
+
+    fn publish(&self) {
+        let mut ledger = self.shared.ledger();
+        let count = |n: usize| n as u64;
+        ledger.sending = count(self.sources.len());
+        ledger.receiving = count(self.targets.len());
+        ledger.waiting = count(self.waiting.len());
+        ledger.leases = count(self.sources.values().filter(|e| e.room.leased()).count());
+        ledger.connections = count(self.conns.values().filter(|c| c.paired.is_some()).count());
+        ledger.tombstones = count(self.ended_sources.len() + self.ended_targets.len());
+    }
+
+    /// Counts a room that has ended.
+    fn count(&self, cause: Option<&Cause>) {
+        let mut ledger = self.shared.ledger();
+        match cause {
+            None => ledger.completed += 1,
+            Some(cause) => *ledger.failed.entry(format!("{:?}", cause.kind).to_lowercase()).or_default() += 1,
+        }
+    }
+}

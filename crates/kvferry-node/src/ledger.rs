@@ -1,0 +1,44 @@
+//! What a node holds right now: after the last room everything but the connections is back where it was.
+
+use std::collections::BTreeMap;
+
+use serde::{Deserialize, Serialize};
+
+/// A count of everything that a room may leave behind.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Ledger {
+    /// Rooms that this node sends.
+    pub sending: u64,
+    /// Rooms that this node receives.
+    pub receiving: u64,
+    /// Opens of peers for rooms that are not known here yet.
+    pub waiting: u64,
+    /// Rooms whose pages a reader may read.
+    pub leases: u64,
+    /// Rooms that may be written, over all transports.
+    pub grants: u64,
+    /// Pieces of work on links.
+    pub jobs: u64,
+    /// Control connections.
+    pub connections: u64,
+    /// Links opened to peers.
+    pub links: u64,
+    /// Links accepted from peers.
+    pub accepted: u64,
+    /// Ended rooms that are remembered.
+    pub tombstones: u64,
+    /// Rooms completed since the start.
+    pub completed: u64,
+    /// Rooms that failed since the start, by kind of cause.
+    pub failed: BTreeMap<String, u64>,
+    /// Peers refused since the start, by field.
+    pub refused: BTreeMap<String, u64>,
+}
+
+impl Ledger {
+    /// True when no room holds anything.
+    #[must_use]
+    pub fn is_quiet(&self) -> bool {
+        [self.sending, self.receiving, self.waiting, self.leases, self.grants, self.jobs] == [0; 6]
+    }
+}

@@ -1,0 +1,231 @@
+//! The node: a control plane, transports and rooms of one process.
+
+use std::{
+    hash::{BuildHasher, Hasher, RandomState},
+    net::SocketAddr,
+    sync::{
+        Arc, Mutex, PoisonError,
+        atomic::{AtomicU64, Ordering},
+    },
+    time::{Instant, SystemTime, UNIX_EPOCH},
+};
+
+use kvferry_plan::{Incarnation, InstanceId, RankId};
+use kvferry_session::{Capabilities, Endpoint, Hello};
+use kvferry_transport::{Registration, Setup, Transport, TransportKind};
+use tokio::sync::mpsc;
+use tokio_util::{sync::CancellationToken, task::TaskTracker};
+
+use crate::{
+    Ledger, NodeConfig, NodeError, PeerAddr, Receive, ReceiveHandle, SourceHandle, SourceRoom,
+    connection::Listener,
+    core::{Core, Event, Shared},
+};
+
+/// One process's end of hand-offs, as source and as target.
+///
+/// One task owns all rooms and drives their machines; connections, links and transports have tasks and threads of
+/// their own and only ever send it events, so nothing slow runs where rooms are decided. Dropping the node ends its
+/// rooms and connections; [`Node::shutdown`] also waits for that.
+#[derive(Debug)]
+pub struct Node {
+    shared: Arc<Shared>,
+    endpoint: SocketAddr,
+    events: mpsc::UnboundedSender<Event>,
+    serial: AtomicU64,
+}
+
+impl Node {
+    /// Starts a node on the current tokio runtime.
+    ///
+    /// # Errors
+    /// [`NodeError`] when the address is not a loopback one or taken, the pools do not fit the descriptor, or a
+    /// transport does not start.
+    pub fn start(config: NodeConfig) -> Result<Arc<Self>, NodeError> {
+        let bind = config.bind;
+        if !bind.ip().is_loopback() {
+            return Err(NodeError::NotLoopback(bind));
+        }
+        if tokio::runtime::Handle::try_current().is_err() {
+            return Err(NodeError::Config("a node is started on a tokio runtime".into()));
+        }
+        let pages = check(&config)?;
+        let incarnation = config.incarnation.unwrap_or_else(draw);
+        let transports = start_transports(&config, incarnation)?;
+
+        let listener = std::net::TcpListener::bind(bind)
+            .and_then(|l| l.set_nonblocking(true).map(|()| l))
+            .and_then(tokio::net::TcpListener::from_std)
+            .map_err(|source| NodeError::Bind { bind, source })?;
+        let endpoint = listener.local_addr().map_err(|source| NodeError::Bind { bind, source })?;
+
+        let mut capabilities = Capabilities::PUSH.with(Capabilities::PULL);
+        if config.digest {
+            capabilities = capabilities.with(Capabilities::DIGEST);
+        }
+        let hello = Hello {
+            capabilities,
+            instance: config.instance,
+            incarnation,
+            descriptor: config.descriptor,
+            pages,
+            transports: transports
+                .iter()
+                .map(|(_, t)| Endpoint { name: t.name().into(), address: t.endpoint() })
+                .collect(),
+        };
+        let (events, local) = mpsc::unbounded_channel();
+        let (inbox, remote) = mpsc::channel(1024);
+        let shared = Arc::new(Shared {
+            hello,
+            arenas: config.arenas,
+            transports,
+            limits: config.limits,
+            epoch: Instant::now(),
+            events: events.clone(),
+            inbox,
+            ledger: Mutex::default(),
+            stop: CancellationToken::new(),
+            tracker: TaskTracker::new(),
+        });
+        shared.tracker.spawn(Core::new(shared.clone()).run(local, remote));
+        shared.tracker.spawn(Listener::new(shared.clone(), listener).run());
+        Ok(Arc::new(Self { shared, endpoint, events, serial: AtomicU64::new(1) }))
+    }
+
+    /// Where peers reach the control plane.
+    #[must_use]
+    pub fn endpoint(&self) -> String {
+        self.endpoint.to_string()
+    }
+
+    /// This start of the instance.
+    #[must_use]
+    pub fn incarnation(&self) -> Incarnation {
+        self.shared.hello.incarnation
+    }
+
+    /// The instance's name.
+    #[must_use]
+    pub fn instance(&self) -> &InstanceId {
+        &self.shared.hello.instance
+    }
+
+    /// How a peer addresses this node.
+    #[must_use]
+    pub fn addr(&self) -> PeerAddr {
+        PeerAddr {
+            instance: self.instance().clone(),
+            incarnation: self.incarnation(),
+            endpoint: self.endpoint(),
+        }
+    }
+
+    /// The transports, in order of preference, with the addresses that peers are told.
+    #[must_use]
+    pub fn transports(&self) -> Vec<(TransportKind, String)> {
+        self.shared.transports.iter().map(|(kind, t)| (*kind, t.endpoint())).collect()
+    }
+
+    /// Source: a request's cache will be computed here and may be opened by a target, before or after this call.
+    #[must_use]
+    pub fn send(&self, room: SourceRoom) -> SourceHandle {
+        let serial = self.serial.fetch_add(1, Ordering::Relaxed);
+        let (handle, slot) = SourceHandle::new(room.key, serial, self.shared.epoch, self.events.clone());
+        self.events.send(Event::Send { room, serial, slot }).ok();
+        handle
+    }
+
+    /// Target: asks a peer for a request's cache.
+    #[must_use]
+    pub fn receive(&self, room: Receive) -> ReceiveHandle {
+        let serial = self.serial.fetch_add(1, Ordering::Relaxed);
+        let (handle, slot) = ReceiveHandle::new(room.key, serial, self.events.clone());
+        self.events.send(Event::Receive { room, serial, slot }).ok();
+        handle
+    }
+
+    /// What the node holds.
+    #[must_use]
+    pub fn ledger(&self) -> Ledger {
+        let mut ledger = self.shared.ledger.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        for (_, transport) in &self.shared.transports {
+            let stats = transport.stats();
+            ledger.grants += stats.grants;
+            ledger.jobs += stats.jobs;
+            ledger.links += stats.links;
+            ledger.accepted += stats.connections;
+        }
+        ledger
+    }
+
+    /// Ends every room (peers are told at once), waits until their pages are free, says goodbye to the peers, closes
+    /// the transports and waits for every task. New rooms are refused meanwhile.
+    pub async fn shutdown(&self) {
+        self.events.send(Event::Shutdown).ok();
+        self.shared.tracker.close();
+        self.shared.tracker.wait().await;
+    }
+}
+
+impl Drop for Node {
+    fn drop(&mut self) {
+        self.shared.stop.cancel();
+    }
+}
+
+/// Checks that there is one pool per rank, of the layout that the descriptor says; their number of pages.
+fn check(config: &NodeConfig) -> Result<u32, NodeError> {
+    let (shape, placement) = (&config.descriptor.shape, &config.descriptor.placement);
+    placement.check(shape).map_err(|e| NodeError::Config(e.to_string()))?;
+    if config.arenas.len() as u64 != u64::from(placement.ranks()) {
+        let (pools, ranks) = (config.arenas.len(), placement.ranks());
+        return Err(NodeError::Config(format!("{pools} pools for {ranks} ranks")));
+    }
+    if config.transports.is_empty() {
+        return Err(NodeError::Config("no transport; name at least one of mem, shm and tcp".into()));
+    }
+    let pages = config.arenas.first().map_or(0, |a| a.layout().pages());
+    for (rank, arena) in (0..).map(RankId).zip(&config.arenas) {
+        let layout = kvferry_plan::PoolLayout::new(shape, placement, rank, pages)
+            .map_err(|e| NodeError::Config(e.to_string()))?;
+        if layout != *arena.layout() {
+            let text = format!("the pool of rank {rank} is not laid out as the descriptor says");
+            return Err(NodeError::Config(text));
+        }
+    }
+    Ok(pages)
+}
+
+fn start_transports(
+    config: &NodeConfig,
+    incarnation: Incarnation,
+) -> Result<Vec<(TransportKind, Arc<dyn Transport>)>, NodeError> {
+    let setup = Setup {
+        incarnation,
+        bind: config.bind.ip(),
+        inject: config.inject,
+        limits: config.limits.transport.clone(),
+    };
+    let mut started = Vec::new();
+    for &kind in &config.transports {
+        let start = || {
+            let transport = kvferry_transport::start(kind, setup.clone())?;
+            for (rank, arena) in (0..).map(RankId).zip(&config.arenas) {
+                transport.register(rank, Registration::host(arena.clone()))?;
+            }
+            Ok(transport)
+        };
+        started.push((kind, start().map_err(|source| NodeError::Transport { kind, source })?));
+    }
+    Ok(started)
+}
+
+/// A new start: its time orders restarts, its nonce tells two of one millisecond apart.
+fn draw() -> Incarnation {
+    let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    Incarnation {
+        started_ms: u64::try_from(since.as_millis()).unwrap_or(u64::MAX),
+        nonce: RandomState::new().build_hasher().finish(),
+    }
+}

@@ -1,0 +1,133 @@
+//! From a piece of work to legs, and from reports to legs of a manifest.
+
+use std::{collections::BTreeSet, sync::Arc};
+
+use kvferry_arena::{Arena, digest_plan};
+use kvferry_plan::{
+    Blame, End, PageId, PageTable, Pair, PartDigest, Plan, RankId, RoomKey, TokenRange, Unsupported,
+};
+use kvferry_session::{Cause, CauseKind, PageRef, Side, page_span};
+use kvferry_transport::{Leg, LegReport, TransportError};
+
+/// The pages of our own rank that `tokens` touch, with their generations.
+pub(crate) fn page_refs(
+    pages: &PageTable,
+    span: std::ops::Range<u64>,
+    arena: &Arena,
+) -> Result<Vec<PageRef>, String> {
+    use kvferry_arena::Memory;
+    span.map(|entry| {
+        let page = usize::try_from(entry).ok().and_then(|e| pages.0.get(e)).copied();
+        let page = page.ok_or_else(|| format!("a page table of {} pages, entry {entry} needed", pages.0.len()))?;
+        let generation = arena.generation(page).map_err(|e| e.to_string())?;
+        Ok(PageRef { page, generation })
+    })
+    .collect()
+}
+
+/// The legs of a push: the source's own rows, and any rows at the target, which alone knows its pages.
+pub(crate) fn push_legs(
+    pair: &Pair,
+    source: RankId,
+    table: &PageTable,
+    tokens: TokenRange,
+) -> Result<Vec<Leg>, Unsupported> {
+    plans(pair, source, table, tokens)
+        .map(|planned| planned.map(|(target, plan)| Leg { target, plan, source_pages: Vec::new() }))
+        .collect()
+}
+
+/// The plans of one source rank to every target rank that it owes something, on identity pages there.
+fn plans<'a>(
+    pair: &'a Pair,
+    source: RankId,
+    table: &'a PageTable,
+    tokens: TokenRange,
+) -> impl Iterator<Item = Result<(RankId, Arc<Plan>), Unsupported>> + 'a {
+    (0..pair.dst().ranks()).map(RankId).filter_map(move |target| {
+        let pages = page_span(pair.dst(), target, tokens).end;
+        let identity = PageTable::identity(u32::try_from(pages).unwrap_or(u32::MAX));
+        let plan = pair.plan(End { rank: source, table }, End { rank: target, table: &identity }, tokens);
+        plan.map(|plan| (!plan.is_empty()).then(|| (target, Arc::new(plan)))).transpose()
+    })
+}
+
+/// The legs of a pull: the pages that the source offered, and our own.
+pub(crate) fn pull_legs(
+    pair: &Pair,
+    source: RankId,
+    offered: &[PageRef],
+    table: &PageTable,
+    tokens: TokenRange,
+) -> Result<Vec<Leg>, Unsupported> {
+    // Entries before the offered ones are not read.
+    let before = usize::try_from(page_span(pair.src(), source, tokens).start).unwrap_or(usize::MAX);
+    let entries = std::iter::repeat_n(PageId(0), before).chain(offered.iter().map(|p| p.page));
+    let theirs = PageTable(entries.collect());
+    let mut legs = Vec::new();
+    for target in (0..pair.dst().ranks()).map(RankId) {
+        let plan = pair.plan(End { rank: source, table: &theirs }, End { rank: target, table }, tokens)?;
+        if plan.is_empty() {
+            continue;
+        }
+        let read: BTreeSet<u64> = plan
+            .groups()
+            .iter()
+            .filter_map(|group| Some((group, pair.src().part(group.part)?.page_size)))
+            .flat_map(|(group, size)| {
+                plan.group_runs(group).iter().map(move |r| r.src_row.0 / u64::from(size.max(1)))
+            })
+            .collect();
+        let source_pages = offered
+            .iter()
+            .filter(|p| read.contains(&u64::from(p.page.0)))
+            .map(|p| (p.page, p.generation))
+            .collect();
+        legs.push(Leg { target, plan: Arc::new(plan), source_pages });
+    }
+    Ok(legs)
+}
+
+/// The source's half of a pull: what every target rank must find, from the source's own memory.
+pub(crate) fn digest_legs(
+    pair: &Pair,
+    source: RankId,
+    table: &PageTable,
+    tokens: TokenRange,
+    key: RoomKey,
+    arena: &Arena,
+    digest: bool,
+) -> Result<Vec<kvferry_session::Leg>, TransportError> {
+    plans(pair, source, table, tokens)
+        .map(|planned| {
+            let (target, plan) = planned?;
+            let parts = if digest {
+                digest_plan(arena, kvferry_arena::Side::Source, &plan, key, target)?
+            } else {
+                let mut parts = Vec::new();
+                for unit in plan.units() {
+                    PartDigest::add(&mut parts, unit.part, 0, unit.bytes());
+                }
+                parts
+            };
+            Ok(kvferry_session::Leg { target, tokens, parts, copies: 0 })
+        })
+        .collect()
+}
+
+/// A report as a leg of a manifest.
+pub(crate) fn reported(report: LegReport, tokens: TokenRange) -> kvferry_session::Leg {
+    kvferry_session::Leg { target: report.target, tokens, parts: report.parts, copies: report.copies }
+}
+
+/// A transport's error as the cause of a room's end, seen from `side`.
+pub(crate) fn cause(error: &TransportError, side: Side) -> Cause {
+    let at = if error.blame() == Blame::PeerMisbehaved { side.other() } else { side };
+    let kind = match error {
+        TransportError::PeerGone { .. } | TransportError::Restarted { .. } => CauseKind::Lost,
+        TransportError::Stalled { .. } => CauseKind::Stalled,
+        TransportError::Busy { .. } => CauseKind::Unavailable,
+        _ => CauseKind::Transport,
+    };
+    Cause::new(kind, at, error)
+}
