@@ -174,8 +174,7 @@ impl Connection {
     /// Connects to the expected peer and serves the connection.
     pub(crate) async fn dial(self, endpoint: String) {
         let connect = async {
-            let at: SocketAddr =
-                endpoint.parse().map_err(|_| format!("`{endpoint}` is not ADDRESS:PORT"))?;
+            let at: SocketAddr = endpoint.parse().map_err(|_| format!("`{endpoint}` is not ADDRESS:PORT"))?;
             if !at.ip().is_loopback() {
                 return Err("only loopback peers until connections are authenticated".to_owned());
             }
@@ -345,7 +344,9 @@ async fn receive(read: &mut BufReader<OwnedReadHalf>, max: u32) -> Result<Messag
             return Err(Gone::Lost("the connection was closed inside a message".into()));
         }
         match decode(&body) {
-            Err(WireError::UnknownKind { kind }) => tracing::debug!(kind, "skipped a message of a later version"),
+            Err(WireError::UnknownKind { kind }) => {
+                tracing::debug!(kind, "skipped a message of a later version");
+            }
             other => return Ok(other?),
         }
     }

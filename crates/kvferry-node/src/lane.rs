@@ -141,15 +141,8 @@ impl Worker {
             Half::Digest => {
                 let arena = self.shared.arenas.get(task.source.index());
                 let arena = arena.ok_or(TransportError::UnknownRank { rank: task.source, place: "here" })?;
-                let legs = work::digest_legs(
-                    pair,
-                    task.source,
-                    table,
-                    task.tokens,
-                    task.key,
-                    arena,
-                    task.digest,
-                )?;
+                let legs =
+                    work::digest_legs(pair, task.source, table, task.tokens, task.key, arena, task.digest)?;
                 report(&self.shared, task, Ok(legs));
                 return Ok(());
             }
@@ -158,8 +151,9 @@ impl Worker {
             report(&self.shared, task, Ok(Vec::new()));
             return Ok(());
         }
+        let shared = self.shared.clone();
         let open = self.open()?;
-        let (shared, broken, done_task) = (self.shared.clone(), open.broken.clone(), task.clone());
+        let (broken, done_task) = (open.broken.clone(), task.clone());
         let job = Job {
             key: task.key,
             generation: task.generation,
@@ -171,14 +165,16 @@ impl Worker {
         let done = Box::new(move |result: Result<Vec<_>, TransportError>| {
             let ends_link = |e: &TransportError| {
                 use TransportError as E;
-                matches!(e, E::Closed | E::PeerGone { .. } | E::Stalled { .. } | E::Protocol { .. } | E::Io { .. })
+                matches!(
+                    e,
+                    E::Closed | E::PeerGone { .. } | E::Stalled { .. } | E::Protocol { .. } | E::Io { .. }
+                )
             };
             if result.as_ref().is_err_and(ends_link) {
                 broken.store(true, Ordering::Relaxed);
             }
-            let legs = result.map(|reports| {
-                reports.into_iter().map(|r| work::reported(r, done_task.tokens)).collect()
-            });
+            let legs = result
+                .map(|reports| reports.into_iter().map(|r| work::reported(r, done_task.tokens)).collect());
             report(&shared, &done_task, legs);
         });
         open.link.execute(job, done)

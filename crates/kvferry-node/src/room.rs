@@ -1,9 +1,6 @@
 //! What is asked of a node, and what it answers.
 
-use std::{
-    fmt,
-    time::{Duration, Instant},
-};
+use std::{fmt, time::Instant};
 
 use kvferry_plan::{Bytes, Incarnation, InstanceId, PageTable, RoomKey, TokenRange};
 use kvferry_session::{Cause, CauseKind, FirstToken, Side};
@@ -172,7 +169,11 @@ pub struct ReceiveHandle {
 }
 
 impl ReceiveHandle {
-    pub(crate) fn new(key: RoomKey, serial: u64, events: mpsc::UnboundedSender<Event>) -> (Self, Slot<Receipt>) {
+    pub(crate) fn new(
+        key: RoomKey,
+        serial: u64,
+        events: mpsc::UnboundedSender<Event>,
+    ) -> (Self, Slot<Receipt>) {
         let (slot, answer) = watch::channel(None);
         (Self { key, serial, events, answer }, slot)
     }
@@ -206,8 +207,4 @@ impl Drop for ReceiveHandle {
             self.abort("the decode request was dropped");
         }
     }
-}
-
-pub(crate) fn seconds(time: Duration) -> f64 {
-    time.as_secs_f64()
 }

@@ -18,7 +18,8 @@ pub(crate) fn page_refs(
     use kvferry_arena::Memory;
     span.map(|entry| {
         let page = usize::try_from(entry).ok().and_then(|e| pages.0.get(e)).copied();
-        let page = page.ok_or_else(|| format!("a page table of {} pages, entry {entry} needed", pages.0.len()))?;
+        let page =
+            page.ok_or_else(|| format!("a page table of {} pages, entry {entry} needed", pages.0.len()))?;
         let generation = arena.generation(page).map_err(|e| e.to_string())?;
         Ok(PageRef { page, generation })
     })

@@ -2,12 +2,12 @@
 //! by full identity, so repeats and reordering change nothing.
 
 use alloc::{
-    collections::{BTreeMap, BTreeSet},
+    collections::BTreeMap,
     format,
-    string::String,
+    string::{String, ToString},
     vec::Vec,
 };
-use kvferry_plan::{Bytes, Pair, PartDigest, RankId, TokenRange};
+use kvferry_plan::{Accepted, Bytes, Coverage, Pair, PartDigest, RankId, TokenRange};
 
 use crate::{Final, FirstToken, Leg};
 
@@ -29,7 +29,7 @@ pub(crate) struct Intake {
     sources: u32,
     targets: u32,
     digest: bool,
-    offers: BTreeMap<RankId, BTreeSet<TokenRange>>,
+    offers: Coverage,
     landed: BTreeMap<(RankId, TokenRange, RankId), Leg>,
     finals: BTreeMap<RankId, Manifest>,
     /// Legs that are declared and have not landed.
@@ -39,7 +39,6 @@ pub(crate) struct Intake {
 /// A [`Final`], keyed for lookup.
 #[derive(Debug, PartialEq, Eq)]
 struct Manifest {
-    chunks: u64,
     first: FirstToken,
     legs: BTreeMap<(TokenRange, RankId), Leg>,
 }
@@ -51,7 +50,7 @@ impl Intake {
             sources: pair.src().ranks(),
             targets: pair.dst().ranks(),
             digest,
-            offers: BTreeMap::new(),
+            offers: Coverage::new(pair.src().ranks(), tokens),
             landed: BTreeMap::new(),
             finals: BTreeMap::new(),
             due: 0,
@@ -60,20 +59,8 @@ impl Intake {
 
     /// Notes an offer after checking its bounds and that it overlaps no other of its rank. False for a repeat.
     pub(crate) fn offer(&mut self, source: RankId, tokens: TokenRange) -> Result<bool, Finding> {
-        self.check_source(source)?;
-        self.check_tokens(source, tokens)?;
-        let offers = self.offers.entry(source).or_default();
-        if offers.contains(&tokens) {
-            return Ok(false);
-        }
-        // Disjoint ranges in order: only the neighbours can overlap.
-        let before = offers.range(..tokens).next_back().filter(|o| o.end > tokens.start);
-        let after = offers.range(tokens..).next().filter(|o| o.start < tokens.end);
-        if let Some(other) = before.or(after) {
-            return Err(format!("source rank {source} offered tokens {tokens} after {other}: they overlap"));
-        }
-        offers.insert(tokens);
-        Ok(true)
+        let accepted = self.offers.accept(source, tokens).map_err(|e| e.to_string())?;
+        Ok(accepted == Accepted::New)
     }
 
     /// Notes bytes that arrived in our pool. False for a repeat.
@@ -119,7 +106,7 @@ impl Intake {
                 ));
             }
         }
-        let manifest = Manifest { chunks: message.chunks, first: message.first, legs };
+        let manifest = Manifest { first: message.first, legs };
         if let Some(earlier) = self.finals.get(&source) {
             if *earlier == manifest {
                 return Ok(false);
@@ -157,23 +144,8 @@ impl Intake {
     /// The totals when everything declared has landed and covers every byte that the target owns; `None` while
     /// something may still come.
     pub(crate) fn complete(&self, pair: &Pair) -> Result<Option<Totals>, Finding> {
-        if !self.all_final() || self.due > 0 {
+        if !self.all_final() || self.due > 0 || !self.offers.complete() {
             return Ok(None);
-        }
-        for (source, manifest) in &self.finals {
-            let offers = self.offers.get(source);
-            let offered = offers.map_or(0, |o| o.len() as u64);
-            if offered < manifest.chunks {
-                return Ok(None);
-            }
-            let tokens: u64 = offers.map_or(0, |o| o.iter().map(TokenRange::len).sum());
-            if offered > manifest.chunks || tokens != self.tokens.len() {
-                return Err(format!(
-                    "source rank {source} offered {offered} chunks with {tokens} tokens and declared {} with {}",
-                    manifest.chunks,
-                    self.tokens.len()
-                ));
-            }
         }
         let mut by_target: BTreeMap<RankId, u64> = BTreeMap::new();
         let mut copies = 0_u64;
@@ -221,7 +193,11 @@ impl Intake {
         }
         let absent: Vec<_> = (0..self.sources).filter(|r| !self.finals.contains_key(&RankId(*r))).collect();
         if absent.is_empty() {
-            "an offer is missing".into()
+            let gap = (0..self.sources).map(RankId).find_map(|r| Some((r, self.offers.gap(r)?)));
+            match gap {
+                Some((source, gap)) => format!("source rank {source} did not offer tokens {gap}"),
+                None => "nothing".into(),
+            }
         } else {
             format!("no manifest from source ranks {absent:?}")
         }

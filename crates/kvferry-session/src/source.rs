@@ -316,11 +316,9 @@ impl Source {
             return;
         }
         self.finals_sent = true;
-        let wanted = |c: &&Chunk| c.tokens.start < reader.tokens.end && c.tokens.end > reader.tokens.start;
-        let chunks = self.chunks.iter().filter(wanted).count() as u64;
         for source in (0..self.ranks).map(RankId) {
             let legs = self.legs.get(&source).cloned().unwrap_or_default();
-            let message = Final { head: reader.head, source, chunks, legs, first };
+            let message = Final { head: reader.head, source, legs, first };
             self.actions.push_back(Action::Send(Message::Final(message)));
         }
     }

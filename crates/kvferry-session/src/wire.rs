@@ -234,14 +234,11 @@ pub struct Final {
     /// The source rank.
     #[n(1)]
     pub source: RankId,
-    /// Chunks that it offered.
-    #[n(2)]
-    pub chunks: u64,
     /// Every leg that moved bytes.
-    #[n(3)]
+    #[n(2)]
     pub legs: Vec<Leg>,
     /// The first token; the same from every rank.
-    #[n(4)]
+    #[n(3)]
     pub first: FirstToken,
 }
 

@@ -4,19 +4,16 @@ mod source;
 mod target;
 
 use std::{
-    collections::HashMap,
-    sync::{
-        Arc, Mutex, MutexGuard, PoisonError,
-        atomic::AtomicU64,
-    },
+    collections::{HashMap, hash_map::Entry},
+    sync::{Arc, Mutex, MutexGuard, PoisonError, atomic::AtomicU64},
     time::Instant,
 };
 
 use kvferry_arena::Arena;
 use kvferry_plan::{RankId, RoomKey, TokenRange};
 use kvferry_session::{
-    Cause, CauseKind, Closed, Deadlines, FirstToken, Goodbye, Hello, Leg, Message, Open, Peer, Side, Time,
-    Tombstones, WireError,
+    Cause, CauseKind, Closed, Deadlines, FirstToken, Goodbye, Hello, Leg, Message, Mover, Open, Peer, Side,
+    Time, Tombstones, WireError,
 };
 use kvferry_transport::{Landed, Transport, TransportKind};
 use tokio::sync::mpsc;
@@ -24,7 +21,7 @@ use tokio_util::{sync::CancellationToken, task::TaskTracker};
 
 use self::{source::SourceEntry, target::TargetEntry};
 use crate::{
-    Ledger, PeerAddr, Receive, Receipt, SourceReceipt, SourceRoom,
+    Ledger, PeerAddr, Receipt, Receive, SourceReceipt, SourceRoom,
     config::Limits,
     connection::{ConnId, Gone, News, Outbox, Remote},
     lane::Lane,
@@ -36,7 +33,8 @@ use crate::{
 pub(crate) struct Shared {
     pub(crate) hello: Hello,
     pub(crate) arenas: Vec<Arc<Arena>>,
-    pub(crate) transports: Vec<(TransportKind, Arc<dyn Transport>)>,
+    /// In order of preference.
+    pub(crate) transports: Vec<Started>,
     pub(crate) limits: Limits,
     pub(crate) epoch: Instant,
     /// To the core, from this process: as many as the caller has rooms and chunks.
@@ -53,9 +51,26 @@ pub(crate) struct Shared {
     pub(crate) tracker: TaskTracker,
 }
 
+/// A transport that was started.
+#[derive(Clone, Debug)]
+pub(crate) struct Started {
+    pub(crate) kind: TransportKind,
+    pub(crate) transport: Arc<dyn Transport>,
+}
+
+impl Started {
+    /// Who executes plans, as the machines call it.
+    fn mover(&self) -> Mover {
+        match self.transport.mover() {
+            kvferry_transport::Mover::Source => Mover::Source,
+            kvferry_transport::Mover::Target => Mover::Target,
+        }
+    }
+}
+
 impl Shared {
-    fn transport(&self, name: &str) -> Option<(TransportKind, Arc<dyn Transport>)> {
-        self.transports.iter().find(|(_, t)| t.name() == name).cloned()
+    fn transport(&self, name: &str) -> Option<Started> {
+        self.transports.iter().find(|t| t.transport.name() == name).cloned()
     }
 
     fn ledger(&self) -> MutexGuard<'_, Ledger> {
@@ -67,13 +82,42 @@ impl Shared {
 /// room with the same key finds nobody.
 #[derive(Debug)]
 pub(crate) enum Event {
-    Send { room: SourceRoom, serial: u64, slot: Slot<SourceReceipt> },
-    Chunk { key: RoomKey, serial: u64, tokens: TokenRange },
-    Finish { key: RoomKey, serial: u64, first: FirstToken, at: Time },
-    Receive { room: Receive, serial: u64, slot: Slot<Receipt> },
-    Abort { side: Side, key: RoomKey, serial: u64, cause: Cause },
-    Granted { key: RoomKey, serial: u64, result: Result<(), Cause> },
-    Landed { serial: u64, landed: Landed },
+    Send {
+        room: SourceRoom,
+        serial: u64,
+        slot: Slot<SourceReceipt>,
+    },
+    Chunk {
+        key: RoomKey,
+        serial: u64,
+        tokens: TokenRange,
+    },
+    Finish {
+        key: RoomKey,
+        serial: u64,
+        first: FirstToken,
+        at: Time,
+    },
+    Receive {
+        room: Receive,
+        serial: u64,
+        slot: Slot<Receipt>,
+    },
+    Abort {
+        side: Side,
+        key: RoomKey,
+        serial: u64,
+        cause: Cause,
+    },
+    Granted {
+        key: RoomKey,
+        serial: u64,
+        result: Result<(), Cause>,
+    },
+    Landed {
+        serial: u64,
+        landed: Landed,
+    },
     Executed {
         side: Side,
         key: RoomKey,
@@ -82,7 +126,10 @@ pub(crate) enum Event {
         tokens: TokenRange,
         result: Result<Vec<Leg>, Cause>,
     },
-    Fenced { key: RoomKey, serial: u64 },
+    Fenced {
+        key: RoomKey,
+        serial: u64,
+    },
     Shutdown,
 }
 
@@ -95,9 +142,8 @@ enum Timer {
 }
 
 /// A control connection. It has no peer while it is being dialled.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 struct Conn {
-    side: Side,
     paired: Option<(Arc<Peer>, Outbox)>,
     /// By transport.
     lanes: HashMap<TransportKind, Lane>,
@@ -172,7 +218,7 @@ impl Core {
         }
         // Rooms that are still open are fenced before anybody is told that they have ended.
         let transports = self.shared.transports.clone();
-        let closed = tokio::task::spawn_blocking(move || transports.iter().for_each(|(_, t)| t.close()));
+        let closed = tokio::task::spawn_blocking(move || transports.iter().for_each(|t| t.transport.close()));
         closed.await.ok();
     }
 
@@ -186,28 +232,28 @@ impl Core {
             Event::Receive { room, serial, slot } => self.receive(room, serial, slot),
             Event::Chunk { key, serial, tokens } => self.chunk(key, serial, tokens),
             Event::Finish { key, serial, first, at } => {
-                self.source(key, |e, _| e.is(serial).then(|| e.room.finish(first, at)));
+                self.source(key, Some(serial), |e, _| e.room.finish(first, at));
             }
             Event::Abort { side: Side::Source, key, serial, cause } => {
-                self.source(key, |e, now| e.is(serial).then(|| e.room.abort(cause, now)));
+                self.source(key, Some(serial), |e, now| e.room.abort(cause, now));
             }
             Event::Abort { side: Side::Target, key, serial, cause } => {
-                self.target(key, |e, now| e.is(serial).then(|| e.abort(cause, now)));
+                self.target(key, Some(serial), |e, now| e.abort(cause, now));
             }
             Event::Granted { key, serial, result } => {
-                self.target(key, |e, now| e.is(serial).then(|| e.drive(|room| room.granted(result, now))));
+                self.target(key, Some(serial), |e, now| e.drive(|room| room.granted(result, now)));
             }
             Event::Landed { serial, landed } => self.landed(serial, landed),
             Event::Executed { side: Side::Source, key, serial, source, tokens, result } => {
-                self.source(key, |e, now| e.is(serial).then(|| e.room.executed(source, tokens, result, now)));
+                self.source(key, Some(serial), |e, now| e.room.executed(source, tokens, result, now));
             }
             Event::Executed { side: Side::Target, key, serial, source, tokens, result } => {
-                self.target(key, |e, now| {
-                    e.is(serial).then(|| e.drive(|room| room.executed(source, tokens, result, now)))
+                self.target(key, Some(serial), |e, now| {
+                    e.drive(|room| room.executed(source, tokens, result, now));
                 });
             }
             Event::Fenced { key, serial } => {
-                self.target(key, |e, _| e.is(serial).then(|| e.drive(kvferry_session::Target::fenced)));
+                self.target(key, Some(serial), |e, _| e.drive(kvferry_session::Target::fenced));
             }
             Event::Shutdown => self.drain(),
         }
@@ -216,9 +262,7 @@ impl Core {
     fn news(&mut self, id: ConnId, news: News) {
         match news {
             News::Paired { peer, outbox } => {
-                let side = peer.side;
-                let conn =
-                    self.conns.entry(id).or_insert_with(|| Conn { side, paired: None, lanes: HashMap::new() });
+                let conn = self.conns.entry(id).or_default();
                 conn.paired = Some((Arc::from(peer), outbox));
                 for key in self.targets_of(id) {
                     self.open(key);
@@ -235,7 +279,7 @@ impl Core {
         let Some(head) = message.head().copied() else {
             if let Message::Heartbeat(_) = message {
                 for key in self.sources_of(id) {
-                    self.source(key, |e, now| Some(e.room.renew(now)));
+                    self.source(key, None, |e, now| e.room.renew(now));
                 }
             }
             return;
@@ -250,7 +294,7 @@ impl Core {
                 let abort = matches!(message, Message::Abort(_));
                 let ours = |e: &SourceEntry| e.conn == Some(id) || (e.conn.is_none() && abort);
                 if self.sources.get(&head.key).is_some_and(ours) {
-                    self.source(head.key, |e, now| Some(e.room.message(&message, now)));
+                    self.source(head.key, None, |e, now| e.room.message(&message, now));
                 } else {
                     let waiting = self.waiting.get(&head.key).is_some_and(|w| w.conn == id);
                     if waiting && abort {
@@ -261,7 +305,7 @@ impl Core {
             }
             (Side::Target, message) => {
                 if self.targets.get(&head.key).is_some_and(|e| e.conn == id) {
-                    self.target(head.key, |e, now| Some(e.drive(|room| room.message(&message, now))));
+                    self.target(head.key, None, |e, now| e.drive(|room| room.message(&message, now)));
                 } else {
                     self.answer(id, &message, Side::Target);
                 }
@@ -302,10 +346,10 @@ impl Core {
         self.waiting.retain(|_, waiting| waiting.conn != id);
         for key in self.sources_of(id) {
             let cause = Cause::new(CauseKind::Lost, Side::Target, gone);
-            self.source(key, |e, now| Some(e.room.peer_lost(cause, now)));
+            self.source(key, None, |e, now| e.room.peer_lost(cause, now));
         }
         for key in self.targets_of(id) {
-            self.target(key, |e, now| Some(e.peer_gone(gone, now)));
+            self.target(key, None, |e, now| e.peer_gone(gone, now));
         }
         self.conns.remove(&id);
     }
@@ -320,19 +364,21 @@ impl Core {
 
     /// The lane of a room, started when it is first needed.
     fn lane(&mut self, id: ConnId, kind: TransportKind) -> Option<&Lane> {
-        let conn = self.conns.get_mut(&id)?;
-        let (peer, _) = conn.paired.as_ref()?;
-        if !conn.lanes.contains_key(&kind) {
-            let (_, transport) = self.shared.transports.iter().find(|(k, _)| *k == kind)?;
-            let at = peer.transports.iter().find(|e| e.name == transport.name())?;
-            let addr = kvferry_transport::PeerAddr {
-                endpoint: at.address.clone(),
-                incarnation: peer.incarnation,
-                descriptor: peer.descriptor.clone(),
-            };
-            conn.lanes.insert(kind, Lane::start(&self.shared, transport.clone(), addr));
-        }
-        conn.lanes.get(&kind)
+        let Conn { paired, lanes } = self.conns.get_mut(&id)?;
+        let (peer, _) = paired.as_ref()?;
+        Some(match lanes.entry(kind) {
+            Entry::Occupied(lane) => lane.into_mut(),
+            Entry::Vacant(place) => {
+                let Started { transport, .. } = self.shared.transports.iter().find(|t| t.kind == kind)?;
+                let at = peer.transports.iter().find(|e| e.name == transport.name())?;
+                let addr = kvferry_transport::PeerAddr {
+                    endpoint: at.address.clone(),
+                    incarnation: peer.incarnation,
+                    descriptor: peer.descriptor.clone(),
+                };
+                place.insert(Lane::start(&self.shared, transport.clone(), addr))
+            }
+        })
     }
 
     /// Looks at everything that is due.
@@ -340,19 +386,22 @@ impl Core {
         let now = self.now();
         while let Some(timer) = self.timers.pop_due(now) {
             match timer {
-                Timer::Source(key) => self.source(key, |e, now| {
+                Timer::Source(key) => self.source(key, None, |e, now| {
                     e.armed = None;
-                    Some(e.room.tick(now))
+                    e.room.tick(now);
                 }),
-                Timer::Target(key) => self.target(key, |e, now| {
+                Timer::Target(key) => self.target(key, None, |e, now| {
                     e.armed = None;
-                    Some(e.drive(|room| room.tick(now)))
+                    e.drive(|room| room.tick(now));
                 }),
                 Timer::Waiting(key) => {
                     if self.waiting.get(&key).is_some_and(|w| w.until <= now)
                         && let Some(Waiting { conn, open, .. }) = self.waiting.remove(&key)
                     {
-                        let text = format!("room {key} was not announced within {:?}", self.shared.limits.rooms.join);
+                        let text = format!(
+                            "room {key} was not announced within {:?}",
+                            self.shared.limits.rooms.join
+                        );
                         self.close_waiting(conn, &open, Cause::new(CauseKind::Unknown, Side::Source, text));
                     }
                 }
@@ -377,10 +426,10 @@ impl Core {
         self.draining = true;
         let cause = |side| Cause::new(CauseKind::Unavailable, side, "the node is shutting down");
         for key in self.sources.keys().copied().collect::<Vec<_>>() {
-            self.source(key, |e, now| Some(e.room.abort(cause(Side::Source), now)));
+            self.source(key, None, |e, now| e.room.abort(cause(Side::Source), now));
         }
         for key in self.targets.keys().copied().collect::<Vec<_>>() {
-            self.target(key, |e, now| Some(e.abort(cause(Side::Target), now)));
+            self.target(key, None, |e, now| e.abort(cause(Side::Target), now));
         }
     }
 

@@ -30,12 +30,6 @@ pub(super) struct SourceEntry {
     slot: Slot<SourceReceipt>,
 }
 
-impl SourceEntry {
-    pub(super) fn is(&self, serial: u64) -> bool {
-        self.serial == serial
-    }
-}
-
 impl Core {
     pub(super) fn send(&mut self, room: SourceRoom, serial: u64, slot: Slot<SourceReceipt>) {
         let SourceRoom { key, table, tokens } = room;
@@ -67,7 +61,7 @@ impl Core {
         self.sources.insert(key, entry);
         match self.waiting.remove(&key) {
             Some(Waiting { conn, open, .. }) => self.opened(conn, open),
-            None => self.source(key, |_, _| Some(())),
+            None => self.source(key, None, |_, _| {}),
         }
     }
 
@@ -90,18 +84,15 @@ impl Core {
         }
         let Some((peer, _)) = self.conns.get(&id).and_then(|c| c.paired.as_ref()) else { return };
         let shared = peer.transports.iter().any(|e| e.name == open.transport);
-        let Some((kind, transport)) = self.shared.transport(&open.transport).filter(|_| shared) else {
+        let Some(started) = self.shared.transport(&open.transport).filter(|_| shared) else {
             let text = format!("asks for the transport `{}`, which is not one of both", open.transport);
             return self.close_waiting(id, &open, Cause::new(CauseKind::Protocol, Side::Target, text));
         };
-        let mover = match transport.mover() {
-            kvferry_transport::Mover::Source => Mover::Source,
-            kvferry_transport::Mover::Target => Mover::Target,
-        };
         entry.conn = Some(id);
-        entry.transport = Some((kind, mover));
+        let mover = started.mover();
+        entry.transport = Some((started.kind, mover));
         let pair = peer.pair.clone();
-        self.source(key, |e, now| Some(e.room.open(&open, mover, pair, now)));
+        self.source(key, None, |e, now| e.room.open(&open, mover, pair, now));
     }
 
     fn wait(&mut self, conn: ConnId, open: Open) {
@@ -125,28 +116,30 @@ impl Core {
     }
 
     pub(super) fn chunk(&mut self, key: RoomKey, serial: u64, tokens: TokenRange) {
-        let Some(entry) = self.sources.get(&key).filter(|e| e.is(serial)) else { return };
+        let Some(entry) = self.sources.get(&key).filter(|e| e.serial == serial) else { return };
         let placement = &self.shared.hello.descriptor.placement;
         let pages: Result<Vec<Vec<PageRef>>, String> = (0..)
             .map(RankId)
             .zip(&self.shared.arenas)
-            .map(|(rank, arena)| {
-                work::page_refs(&entry.table, page_span(placement, rank, tokens), arena)
-            })
+            .map(|(rank, arena)| work::page_refs(&entry.table, page_span(placement, rank, tokens), arena))
             .collect();
-        self.source(key, |e, now| {
-            match pages {
-                Ok(pages) => e.room.chunk(tokens, pages, now),
-                Err(text) => e.room.abort(Cause::new(CauseKind::Aborted, Side::Source, text), now),
-            }
-            Some(())
+        self.source(key, Some(serial), |e, now| match pages {
+            Ok(pages) => e.room.chunk(tokens, pages, now),
+            Err(text) => e.room.abort(Cause::new(CauseKind::Aborted, Side::Source, text), now),
         });
     }
 
     /// Lets something happen to a room and carries out what its machine wants.
-    pub(super) fn source(&mut self, key: RoomKey, act: impl FnOnce(&mut SourceEntry, Time) -> Option<()>) {
+    pub(super) fn source(
+        &mut self,
+        key: RoomKey,
+        serial: Option<u64>,
+        act: impl FnOnce(&mut SourceEntry, Time),
+    ) {
         let Some(mut entry) = self.sources.remove(&key) else { return };
-        act(&mut entry, self.now());
+        if serial.is_none_or(|serial| serial == entry.serial) {
+            act(&mut entry, self.now());
+        }
         while let Some(action) = entry.room.poll() {
             self.carry_out_source(&mut entry, action);
         }
@@ -167,7 +160,8 @@ impl Core {
         match action {
             Action::Send(message) => {
                 if let Err(error) = self.transmit(conn, &message) {
-                    let text = format!("{} does not fit a message: {error}; use larger chunks", message.name());
+                    let text =
+                        format!("{} does not fit a message: {error}; use larger chunks", message.name());
                     let now = self.now();
                     entry.room.abort(Cause::new(CauseKind::Transport, Side::Source, text), now);
                 }

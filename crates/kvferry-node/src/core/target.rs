@@ -1,6 +1,6 @@
 //! Rooms that this node receives.
 
-use std::{collections::HashMap, sync::Arc};
+use std::sync::Arc;
 
 use kvferry_plan::{Generation, PageTable, RankId, RoomKey};
 use kvferry_session::{
@@ -8,12 +8,12 @@ use kvferry_session::{
 };
 use kvferry_transport::{Grant, Landed, TransportKind};
 
-use super::{Conn, Core, Event, Timer};
+use super::{Conn, Core, Event, Started, Timer};
 use crate::{
     Receipt, Receive, RoomError,
     connection::{ConnId, Connection, Gone},
     lane::{Half, Task},
-    room::{Slot, seconds},
+    room::Slot,
     work,
 };
 
@@ -41,10 +41,6 @@ enum Stage {
 }
 
 impl TargetEntry {
-    pub(super) fn is(&self, serial: u64) -> bool {
-        self.serial == serial
-    }
-
     pub(super) fn drive(&mut self, act: impl FnOnce(&mut Target)) {
         if let Stage::Open(room, _) = &mut self.stage {
             act(room);
@@ -114,7 +110,7 @@ impl Core {
         }
         let connection = Connection::new(&self.shared, Side::Target, Some(asked.peer.clone()));
         let id = connection.id;
-        self.conns.insert(id, Conn { side: Side::Target, paired: None, lanes: HashMap::new() });
+        self.conns.insert(id, Conn::default());
         self.dialled.insert(asked.peer.clone(), id);
         self.shared.tracker.spawn(connection.dial(asked.peer.endpoint.clone()));
         id
@@ -129,7 +125,7 @@ impl Core {
         let Some((peer, _)) = self.conns.get(&entry.conn).and_then(|c| c.paired.as_ref()) else { return };
         let wanted = entry.asked.transport.map(|kind| kind.to_string());
         let named = peer.transports.iter().find(|e| wanted.as_ref().is_none_or(|w| *w == e.name));
-        let Some((kind, transport)) = named.and_then(|e| self.shared.transport(&e.name)) else {
+        let Some(started) = named.and_then(|e| self.shared.transport(&e.name)) else {
             let both: Vec<_> = peer.transports.iter().map(|e| e.name.as_str()).collect();
             let reason = format!(
                 "the transport `{}` is not one of both; {} are",
@@ -137,27 +133,19 @@ impl Core {
                 both.join(", ")
             );
             entry.stage = Stage::Over(RoomError::Rejected { key, reason });
-            return self.target(key, |_, _| None);
+            return self.target(key, None, |_, _| {});
         };
         let room = TargetRoom {
-            head: Head {
-                key,
-                generation: Generation(entry.serial),
-                from: peer.ours,
-                to: peer.incarnation,
-            },
+            head: Head { key, generation: Generation(entry.serial), from: peer.ours, to: peer.incarnation },
             pair: peer.pair.clone(),
             tokens: entry.asked.tokens,
-            transport: transport.name().into(),
-            mover: match transport.mover() {
-                kvferry_transport::Mover::Source => Mover::Source,
-                kvferry_transport::Mover::Target => Mover::Target,
-            },
+            transport: started.transport.name().into(),
+            mover: started.mover(),
             source_pages: peer.pages,
             digest: peer.digest,
         };
-        entry.stage = Stage::Open(Box::new(Target::new(room, limits, now)), kind);
-        self.target(key, |_, _| None);
+        entry.stage = Stage::Open(Box::new(Target::new(room, limits, now)), started.kind);
+        self.target(key, None, |_, _| {});
     }
 
     pub(super) fn landed(&mut self, serial: u64, landed: Landed) {
@@ -171,13 +159,20 @@ impl Core {
             let text = format!("tokens {tokens} from source rank {source}: {error}");
             Cause { at, ..Cause::new(work::cause(&error, Side::Target).kind, at, text) }
         });
-        self.target(key, |e, now| e.is(serial).then(|| e.drive(|room| room.landed(source, result, now))));
+        self.target(key, Some(serial), |e, now| e.drive(|room| room.landed(source, result, now)));
     }
 
     /// Lets something happen to a room and carries out what its machine wants.
-    pub(super) fn target(&mut self, key: RoomKey, act: impl FnOnce(&mut TargetEntry, Time) -> Option<()>) {
+    pub(super) fn target(
+        &mut self,
+        key: RoomKey,
+        serial: Option<u64>,
+        act: impl FnOnce(&mut TargetEntry, Time),
+    ) {
         let Some(mut entry) = self.targets.remove(&key) else { return };
-        act(&mut entry, self.now());
+        if serial.is_none_or(|serial| serial == entry.serial) {
+            act(&mut entry, self.now());
+        }
         while let Stage::Open(room, kind) = &mut entry.stage {
             let kind = *kind;
             match room.poll() {
@@ -207,7 +202,7 @@ impl Core {
         let Stage::Open(room, _) = &entry.stage else { return };
         let asked = room.room().clone();
         let (key, serial, conn, generation) = (entry.key, entry.serial, entry.conn, asked.head.generation);
-        let Some((_, transport)) = self.shared.transport(&asked.transport) else { return };
+        let Some(Started { transport, .. }) = self.shared.transport(&asked.transport) else { return };
         match action {
             Action::Send(message) => {
                 if let Err(error) = self.transmit(conn, &message) {
@@ -290,14 +285,18 @@ impl Core {
     }
 }
 
-fn receipt(key: RoomKey, outcome: &Outcome<Received>, transport: TransportKind) -> Result<Receipt, RoomError> {
+fn receipt(
+    key: RoomKey,
+    outcome: &Outcome<Received>,
+    transport: TransportKind,
+) -> Result<Receipt, RoomError> {
     match outcome {
         Ok(received) => Ok(Receipt {
             first: received.first,
             bytes: received.bytes,
             planned_bytes: received.planned,
             copies: received.copies,
-            seconds: seconds(received.elapsed),
+            seconds: received.elapsed.as_secs_f64(),
             transport,
         }),
         Err(cause) => Err(RoomError::Ended { key, cause: cause.clone(), side: Side::Target }),
