@@ -9,20 +9,17 @@ use crate::{ArenaError, Memory, Pieces, Side};
 /// The digest of one unit, tokens in order, then heads.
 ///
 /// # Errors
-/// [`ArenaError::NoRegion`] and [`ArenaError::OutOfRegion`] when the unit is not of this memory.
+/// [`ArenaError::NoRegion`] and [`ArenaError::OutOfBounds`] when the unit is not of this memory.
 pub fn digest_unit(
     memory: &(impl Memory + ?Sized),
     side: Side,
     unit: &Unit<'_>,
     id: UnitId,
 ) -> Result<u64, ArenaError> {
-    let region = memory
-        .layout()
-        .region(unit.layer, unit.part)
-        .ok_or(ArenaError::NoRegion { layer: unit.layer, part: unit.part })?;
+    let region = memory.region(unit.layer, unit.part)?;
     let mut hasher = id.hasher();
     for pieces in Pieces::of_unit(unit, side, region) {
-        memory.hash(&pieces?, &mut hasher)?;
+        memory.hash(&pieces, &mut hasher)?;
     }
     Ok(hasher.digest())
 }

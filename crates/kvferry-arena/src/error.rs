@@ -2,7 +2,7 @@
 
 #![forbid(unsafe_code)]
 
-use kvferry_plan::{Blame, Bytes, LayerId, PageId, Part, Row};
+use kvferry_plan::{Blame, Bytes, LayerId, PageId, Part};
 
 /// Why an arena could not be made, mapped, read or written.
 #[derive(Debug, thiserror::Error)]
@@ -52,18 +52,6 @@ pub enum ArenaError {
         /// Size of the arena.
         arena: Bytes,
     },
-    /// A run that is not wholly inside its region.
-    #[error("row {row} with a slice up to byte {end} does not fit rows of {row_bytes} bytes, {rows} of them")]
-    OutOfRegion {
-        /// The last row that was asked for, saturated.
-        row: Row,
-        /// End of the slice in the row, saturated.
-        end: Bytes,
-        /// Bytes of a row.
-        row_bytes: Bytes,
-        /// Rows of the region.
-        rows: u64,
-    },
     /// The peer's memory is not as large as its layout says.
     #[error(
         "the peer's arena has {found} bytes, but its layout needs {expected}; its pool differs from what it announced"
@@ -88,8 +76,7 @@ impl ArenaError {
             | Self::Length { .. }
             | Self::NoRegion { .. }
             | Self::NoPage(_)
-            | Self::OutOfBounds { .. }
-            | Self::OutOfRegion { .. } => Blame::Caller,
+            | Self::OutOfBounds { .. } => Blame::Caller,
             Self::Os { .. } => Blame::Environment,
             Self::Size { .. } | Self::Unsealed => Blame::PeerMisbehaved,
         }

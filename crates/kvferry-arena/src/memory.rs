@@ -2,7 +2,7 @@
 
 #![forbid(unsafe_code)]
 
-use kvferry_plan::{Bytes, Generation, PageId, PoolLayout};
+use kvferry_plan::{Bytes, Generation, LayerId, PageId, Part, PoolLayout, Region};
 use xxhash_rust::xxh3::Xxh3;
 
 use crate::{ArenaError, Pieces, mmap::Mapping, simd};
@@ -21,6 +21,14 @@ pub trait Mapped {
 pub trait Memory: Mapped + Send + Sync + std::fmt::Debug {
     /// Where things lie.
     fn layout(&self) -> &PoolLayout;
+
+    /// Where the rows of a layer and part lie.
+    ///
+    /// # Errors
+    /// [`ArenaError::NoRegion`].
+    fn region(&self, layer: LayerId, part: Part) -> Result<&Region, ArenaError> {
+        self.layout().region(layer, part).ok_or(ArenaError::NoRegion { layer, part })
+    }
 
     /// Copies `out.len()` bytes at `offset` out.
     ///
@@ -57,18 +65,15 @@ pub trait Memory: Mapped + Send + Sync + std::fmt::Debug {
         const BUFFER: usize = 16 << 10;
         let mut buffer = [0_u8; BUFFER];
         let mut used = 0;
-        for b in 0..pieces.blocks {
-            for i in 0..pieces.rows {
-                let (mut at, mut left) = (pieces.at(b, i)?.0, pieces.len.0);
-                while left > 0 {
-                    let n = left.min((BUFFER - used) as u64);
-                    let part = &mut buffer[used..used + n as usize];
-                    self.read(Bytes(at), part)?;
-                    (at, left, used) = (at + n, left - n, used + n as usize);
-                    if used == BUFFER {
-                        hasher.update(&buffer);
-                        used = 0;
-                    }
+        for offset in pieces.offsets() {
+            let (mut at, mut left) = (offset.0, pieces.len.0);
+            while left > 0 {
+                let n = left.min((BUFFER - used) as u64);
+                self.read(Bytes(at), &mut buffer[used..used + n as usize])?;
+                (at, left, used) = (at + n, left - n, used + n as usize);
+                if used == BUFFER {
+                    hasher.update(&buffer);
+                    used = 0;
                 }
             }
         }

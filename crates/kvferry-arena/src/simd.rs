@@ -3,7 +3,7 @@
 
 use kvferry_plan::{Bytes, StridedMove, Strides};
 
-use crate::{ArenaError, Pieces, mmap::Mapping, pieces::offset};
+use crate::{ArenaError, Pieces, mmap::Mapping};
 
 /// How [`crate::Arena::copy_from`] writes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -33,35 +33,26 @@ pub(crate) fn copy(src: &Mapping, dst: &Mapping, m: &StridedMove, stores: Stores
 
 /// Bytes from the first byte of a side of `m` to its last.
 fn reach(side: &Strides, m: &StridedMove) -> Result<Bytes, ArenaError> {
-    let error = ArenaError::OutOfBounds { offset: side.offset, len: Bytes(u64::MAX), arena: Bytes(u64::MAX) };
-    let last = offset(&Strides { offset: Bytes(0), ..*side }, m.blocks - 1, m.rows - 1, m.len)?;
-    last.0.checked_add(m.len.0).map(Bytes).ok_or(error)
+    let blocks = side.block.0.checked_mul(m.blocks - 1);
+    let rows = side.row.0.checked_mul(m.rows - 1);
+    blocks
+        .and_then(|n| n.checked_add(rows?)?.checked_add(m.len.0))
+        .map(Bytes)
+        .ok_or(ArenaError::OutOfBounds { offset: side.offset, len: Bytes(u64::MAX), arena: Bytes(u64::MAX) })
 }
 
 /// Packs `pieces` into `out`.
 pub(crate) fn gather(src: &Mapping, pieces: &Pieces, out: &mut [u8]) -> Result<(), ArenaError> {
-    let mut rest = sized(pieces, out.len()).map(|()| out)?;
-    for b in 0..pieces.blocks {
-        for i in 0..pieces.rows {
-            let (piece, tail) = rest.split_at_mut(pieces.len.index());
-            src.read(pieces.at(b, i)?, piece)?;
-            rest = tail;
-        }
-    }
-    Ok(())
+    sized(pieces, out.len())?;
+    let chunks = out.chunks_exact_mut(pieces.len.index().max(1));
+    pieces.offsets().zip(chunks).try_for_each(|(at, piece)| src.read(at, piece))
 }
 
 /// Writes packed `data` to `pieces`.
 pub(crate) fn scatter(dst: &Mapping, pieces: &Pieces, data: &[u8]) -> Result<(), ArenaError> {
-    let mut rest = sized(pieces, data.len()).map(|()| data)?;
-    for b in 0..pieces.blocks {
-        for i in 0..pieces.rows {
-            let (piece, tail) = rest.split_at(pieces.len.index());
-            dst.write(pieces.at(b, i)?, piece)?;
-            rest = tail;
-        }
-    }
-    Ok(())
+    sized(pieces, data.len())?;
+    let chunks = data.chunks_exact(pieces.len.index().max(1));
+    pieces.offsets().zip(chunks).try_for_each(|(at, piece)| dst.write(at, piece))
 }
 
 fn sized(pieces: &Pieces, len: usize) -> Result<(), ArenaError> {
