@@ -6,7 +6,10 @@ use minicbor::{Decode, Encode};
 use serde::{Deserialize, Serialize};
 
 use crate::split::same_heads;
-use crate::{Blame, Bytes, CacheShape, Dtype, LayerId, Part, PartShape, RankId, TokenMap, shard_replicated};
+use crate::{
+    Blame, Bytes, CacheShape, Dtype, LayerId, PageId, Part, PartShape, RankId, Row, TokenMap,
+    shard_replicated,
+};
 
 /// Ranks of one instance; more are typing errors or hostile, not machines.
 const MAX_RANKS: u32 = 4096;
@@ -29,6 +32,14 @@ pub struct PartLayout {
     /// Element type in the pool.
     #[n(3)]
     pub dtype: Dtype,
+}
+
+impl PartLayout {
+    /// The page that a pool row lies on.
+    #[must_use]
+    pub fn page(&self, row: Row) -> PageId {
+        PageId(u32::try_from(row.0 / u64::from(self.page_size.max(1))).unwrap_or(u32::MAX))
+    }
 }
 
 /// A rank's place in the product of axes.

@@ -32,6 +32,13 @@ pub struct Group {
     pub(crate) cuts: Range<usize>,
 }
 
+impl Group {
+    /// Layers x target pages.
+    fn units(&self) -> u64 {
+        (self.layers.len() as u64).saturating_mul(self.cuts.len() as u64)
+    }
+}
+
 impl Plan {
     /// The groups, in the order of the cache shape's parts.
     #[must_use]
@@ -64,6 +71,31 @@ impl Plan {
                 })
             })
         })
+    }
+
+    /// Number of units.
+    #[must_use]
+    pub fn unit_count(&self) -> u64 {
+        self.groups.iter().map(Group::units).fold(0, u64::saturating_add)
+    }
+
+    /// Unit `index` in the order of [`Plan::units`], without walking there.
+    #[must_use]
+    pub fn unit(&self, mut index: u64) -> Option<Unit<'_>> {
+        for group in &self.groups {
+            if index < group.units() {
+                let (index, pages) = (usize::try_from(index).ok()?, group.cuts.len());
+                let cut = self.cuts.get(group.cuts.clone())?.get(index % pages)?;
+                return Some(Unit {
+                    layer: *group.layers.get(index / pages)?,
+                    part: group.part,
+                    runs: self.runs.get(cut.clone())?,
+                    slice: group.slice,
+                });
+            }
+            index -= group.units();
+        }
+        None
     }
 
     /// Bytes that the plan moves.
@@ -109,10 +141,16 @@ impl Unit<'_> {
         self.runs.first().map_or(Token(0), |r| r.token)
     }
 
+    /// Rows of the unit.
+    #[must_use]
+    pub fn rows(&self) -> u64 {
+        rows(self.runs)
+    }
+
     /// Bytes that the unit moves.
     #[must_use]
     pub fn bytes(&self) -> Bytes {
-        Bytes(rows(self.runs).saturating_mul(self.slice.len.0))
+        Bytes(self.rows().saturating_mul(self.slice.len.0))
     }
 
     /// The unit as strided byte moves between two regions, in token order, as few and as long as the strides

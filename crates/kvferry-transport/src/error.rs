@@ -138,6 +138,12 @@ pub enum TransportError {
         /// What it did.
         reason: String,
     },
+    /// The rank has memory already.
+    #[error("rank {rank} has memory registered already; start another transport for other memory")]
+    Registered {
+        /// The rank.
+        rank: RankId,
+    },
     /// The target refused the leg.
     #[error("{key}: the target refuses: {refusal}")]
     Refused {
@@ -205,6 +211,7 @@ impl TransportError {
             | Self::Invalid { .. }
             | Self::Plan(_)
             | Self::Refused { .. }
+            | Self::Registered { .. }
             | Self::RowTooLong { .. }
             | Self::UnknownRank { .. } => Blame::Caller,
             Self::Io { .. } => Blame::Environment,

@@ -23,6 +23,8 @@ pub struct Grant {
     pub tokens: TokenRange,
     /// Local ranks that may be written.
     pub ranks: Vec<RankId>,
+    /// Push only: whether the reports of landed legs carry digests; without, sums are 0.
+    pub digest: bool,
     /// Push only: told of each leg that has landed or failed here. Called on a thread of the transport, so it must
     /// not block, and possibly once more right after [`crate::Transport::revoke`] for what landed before. A target
     /// that pulls hears of its legs through the job's [`crate::Done`] instead.

@@ -1,6 +1,20 @@
 //! Deliberate faults, to prove that the checks above find them.
 
-use std::{fmt, str::FromStr};
+use std::{
+    fmt,
+    ops::Range,
+    str::FromStr,
+    sync::{Arc, Mutex},
+};
+
+use kvferry_arena::{Arena, ArenaError, Memory, Pieces, Side};
+use kvferry_plan::{Bytes, RankId, Unit};
+
+use crate::{
+    TransportError,
+    local::lock,
+    stats::{Counters, add},
+};
 
 /// A fault that a target commits once per room while bytes land: below its digest, which covers the place where the
 /// bytes should be. Reports claim the bytes as moved.
@@ -44,5 +58,161 @@ impl FromStr for Inject {
         Self::ALL.into_iter().find(|fault| fault.to_string() == text).ok_or_else(|| {
             format!("`{text}` is not a fault; use `drop-row`, `flip-byte`, `skip-send` or `swap-rank`")
         })
+    }
+}
+
+/// Places of earlier legs that are remembered to find two whose bytes differ.
+const SEEN: usize = 64;
+
+/// Where the rows of one unit are written.
+#[derive(Clone, Debug)]
+pub(crate) struct Spot {
+    source: RankId,
+    target: RankId,
+    arena: Arc<Arena>,
+    rows: Vec<Bytes>,
+    row_bytes: usize,
+}
+
+impl Spot {
+    pub(crate) fn new(
+        source: RankId,
+        target: RankId,
+        arena: &Arc<Arena>,
+        unit: &Unit<'_>,
+        rows: Range<u64>,
+    ) -> Result<Self, ArenaError> {
+        let region = arena.region(unit.layer, unit.part)?;
+        let len = unit.slice.len;
+        // Pieces may be several rows that touch; faults are about single rows.
+        let rows = Pieces::of_rows(unit, Side::Target, region, rows)
+            .flat_map(|pieces| {
+                let rows = pieces.len.0.checked_div(len.0).unwrap_or(0);
+                pieces.offsets().flat_map(move |at| (0..rows).map(move |i| Bytes(at.0 + i * len.0)))
+            })
+            .collect();
+        Ok(Self { source, target, arena: Arc::clone(arena), rows, row_bytes: len.index() })
+    }
+
+    fn read(&self, at: Bytes) -> Result<Vec<u8>, ArenaError> {
+        let mut bytes = vec![0; self.row_bytes];
+        self.arena.read(at, &mut bytes)?;
+        Ok(bytes)
+    }
+
+    fn snapshot(&self) -> Result<Vec<Vec<u8>>, ArenaError> {
+        self.rows.iter().map(|at| self.read(*at)).collect()
+    }
+
+    /// Puts the bytes from before back, of one row or of all, if that changes anything.
+    fn undo(&self, before: &[Vec<u8>], one: bool) -> Result<bool, ArenaError> {
+        let mut changed = false;
+        for (at, old) in self.rows.iter().zip(before) {
+            if self.read(*at)? != *old {
+                self.arena.write(*at, old)?;
+                changed = true;
+                if one {
+                    break;
+                }
+            }
+        }
+        Ok(changed)
+    }
+
+    /// Inverts a high exponent bit of the last element of the first row.
+    fn flip(&self) -> Result<bool, ArenaError> {
+        let Some(at) = self.rows.first() else { return Ok(false) };
+        let mut bytes = self.read(*at)?;
+        let Some(last) = bytes.last_mut() else { return Ok(false) };
+        *last ^= 0x40;
+        self.arena.write(*at, &bytes)?;
+        Ok(true)
+    }
+
+    /// Exchanges bytes with `other`, as many as both have, if that changes anything.
+    fn exchange(&self, other: &Self) -> Result<bool, ArenaError> {
+        let len = self.row_bytes.min(other.row_bytes);
+        let mut changed = false;
+        for (here, there) in self.rows.iter().zip(&other.rows) {
+            let (mut mine, mut theirs) = (self.read(*here)?, other.read(*there)?);
+            mine.truncate(len);
+            theirs.truncate(len);
+            if mine != theirs {
+                self.arena.write(*here, &theirs)?;
+                other.arena.write(*there, &mine)?;
+                changed = true;
+            }
+        }
+        Ok(changed)
+    }
+}
+
+/// The fault of one room.
+#[derive(Debug)]
+pub(crate) struct Faults {
+    inject: Inject,
+    several_targets: bool,
+    /// Places written before; `None` once the fault is committed.
+    seen: Mutex<Option<Vec<Spot>>>,
+}
+
+impl Faults {
+    pub(crate) fn new(inject: Inject, several_targets: bool) -> Self {
+        Self { inject, several_targets, seen: Mutex::new(Some(Vec::new())) }
+    }
+
+    pub(crate) fn pending(&self) -> bool {
+        lock(&self.seen).is_some()
+    }
+
+    /// Calls `write`, which writes all of `spots`, and commits the fault if this is a place where it changes bytes.
+    pub(crate) fn around(
+        &self,
+        spots: &[Spot],
+        write: impl FnOnce() -> Result<(), TransportError>,
+        counters: &Counters,
+    ) -> Result<(), TransportError> {
+        let mut state = lock(&self.seen);
+        let Some(seen) = state.as_mut() else { return write() };
+        let before = match self.inject {
+            Inject::DropRow | Inject::SkipSend => {
+                spots.iter().map(Spot::snapshot).collect::<Result<Vec<_>, _>>()?
+            }
+            Inject::FlipByte | Inject::SwapRank => Vec::new(),
+        };
+        write()?;
+        let mut committed = false;
+        for (i, spot) in spots.iter().enumerate() {
+            let old = before.get(i).map(Vec::as_slice).unwrap_or_default();
+            committed = match self.inject {
+                Inject::DropRow => spot.undo(old, true)?,
+                Inject::FlipByte => spot.flip()?,
+                Inject::SkipSend => spot.undo(old, false)?,
+                Inject::SwapRank => self.swap(spot, seen)?,
+            };
+            if committed {
+                break;
+            }
+        }
+        if committed {
+            *state = None;
+            add(&counters.faults, 1);
+        }
+        Ok(())
+    }
+
+    fn swap(&self, spot: &Spot, seen: &mut Vec<Spot>) -> Result<bool, ArenaError> {
+        let others = seen.iter().filter(|other| {
+            if self.several_targets { other.target != spot.target } else { other.source != spot.source }
+        });
+        for other in others {
+            if spot.exchange(other)? {
+                return Ok(true);
+            }
+        }
+        if seen.len() < SEEN {
+            seen.push(spot.clone());
+        }
+        Ok(false)
     }
 }

@@ -23,16 +23,30 @@
 
 mod error;
 mod grant;
+mod inbound;
 mod inject;
 mod job;
+mod listener;
+mod local;
+mod mem;
+mod push;
+mod queue;
+mod room;
+mod shm;
+mod socket;
 mod stats;
+mod tcp;
 mod transport;
+mod wire;
 
 pub use error::{Refusal, TransportError};
 pub use grant::{Grant, Landed};
 pub use inject::Inject;
 pub use job::{Done, Job, Leg, LegReport};
+pub use mem::Mem;
+pub use shm::Shm;
 pub use stats::TransportStats;
+pub use tcp::Tcp;
 pub use transport::{
     DeviceId, Limits, Link, MemoryKind, Mover, PeerAddr, Registration, Setup, Transport, TransportKind,
 };

@@ -1,6 +1,12 @@
 //! What a transport has done and holds.
 
-use std::collections::BTreeMap;
+use std::{
+    collections::BTreeMap,
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
+};
 
 use kvferry_plan::Bytes;
 
@@ -13,11 +19,11 @@ pub struct TransportStats {
     pub sent: Bytes,
     /// Payload bytes written to local pools, pushed here or pulled.
     pub landed: Bytes,
-    /// Frames (pushes) or page sweeps (pulls) that landed.
+    /// Frames (pushes) or sweeps of a layer (pulls) that landed.
     pub frames: u64,
     /// Legs that landed completely.
     pub legs: u64,
-    /// Legs and frames refused, by cause.
+    /// Legs refused here, by cause.
     pub refused: BTreeMap<Refusal, u64>,
     /// Payload bytes that came for refused legs and were dropped.
     pub dropped: Bytes,
@@ -25,7 +31,8 @@ pub struct TransportStats {
     pub malformed: u64,
     /// Connections ended because the other end stalled.
     pub stalled: u64,
-    /// Connections turned away because too many were open, or were for another start of this process.
+    /// Connections turned away because too many were open, or because they were meant for another start of this
+    /// process.
     pub turned_away: u64,
     /// Faults injected.
     pub faults: u64,
@@ -37,4 +44,88 @@ pub struct TransportStats {
     pub grants: u64,
     /// Now: jobs accepted and not done.
     pub jobs: u64,
+}
+
+/// The counters behind [`TransportStats`].
+#[derive(Debug, Default)]
+pub(crate) struct Counters {
+    pub(crate) sent: AtomicU64,
+    pub(crate) landed: AtomicU64,
+    pub(crate) frames: AtomicU64,
+    pub(crate) legs: AtomicU64,
+    pub(crate) refused: [AtomicU64; Refusal::ALL.len()],
+    pub(crate) dropped: AtomicU64,
+    pub(crate) malformed: AtomicU64,
+    pub(crate) stalled: AtomicU64,
+    pub(crate) turned_away: AtomicU64,
+    pub(crate) faults: AtomicU64,
+    pub(crate) connections: AtomicU64,
+    pub(crate) links: AtomicU64,
+    pub(crate) grants: AtomicU64,
+    pub(crate) jobs: AtomicU64,
+}
+
+impl Counters {
+    pub(crate) fn refuse(&self, refusal: Refusal) {
+        for (counter, cause) in self.refused.iter().zip(Refusal::ALL) {
+            if cause == refusal {
+                add(counter, 1);
+            }
+        }
+    }
+
+    pub(crate) fn snapshot(&self) -> TransportStats {
+        let at = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+        TransportStats {
+            sent: Bytes(at(&self.sent)),
+            landed: Bytes(at(&self.landed)),
+            frames: at(&self.frames),
+            legs: at(&self.legs),
+            refused: Refusal::ALL
+                .into_iter()
+                .zip(&self.refused)
+                .map(|(cause, n)| (cause, at(n)))
+                .filter(|(_, n)| *n > 0)
+                .collect(),
+            dropped: Bytes(at(&self.dropped)),
+            malformed: at(&self.malformed),
+            stalled: at(&self.stalled),
+            turned_away: at(&self.turned_away),
+            faults: at(&self.faults),
+            connections: at(&self.connections),
+            links: at(&self.links),
+            grants: at(&self.grants),
+            jobs: at(&self.jobs),
+        }
+    }
+}
+
+/// Adds to a counter.
+pub(crate) fn add(counter: &AtomicU64, n: u64) {
+    counter.fetch_add(n, Ordering::Relaxed);
+}
+
+/// One of the things that are counted while they exist.
+pub(crate) struct Gauge {
+    counters: Arc<Counters>,
+    of: fn(&Counters) -> &AtomicU64,
+}
+
+impl Gauge {
+    pub(crate) fn new(counters: &Arc<Counters>, of: fn(&Counters) -> &AtomicU64) -> Self {
+        add(of(counters), 1);
+        Self { counters: Arc::clone(counters), of }
+    }
+}
+
+impl Drop for Gauge {
+    fn drop(&mut self) {
+        (self.of)(&self.counters).fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+impl std::fmt::Debug for Gauge {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Gauge")
+    }
 }

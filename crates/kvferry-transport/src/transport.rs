@@ -11,7 +11,7 @@ use std::{
 use kvferry_arena::Arena;
 use kvferry_plan::{Descriptor, Generation, Incarnation, RankId, RoomKey};
 
-use crate::{Done, Grant, Inject, Job, TransportError, TransportStats};
+use crate::{Done, Grant, Inject, Job, Mem, Shm, Tcp, TransportError, TransportStats};
 
 /// Who executes a job.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -158,7 +158,7 @@ impl Default for Limits {
     fn default() -> Self {
         Self {
             connect: Duration::from_secs(1),
-            stall: Duration::from_secs(1),
+            stall: Duration::from_secs(2),
             jobs: 4096,
             connections: 256,
             grants: 65_536,
@@ -197,6 +197,20 @@ pub enum TransportKind {
     Shm,
     /// TCP.
     Tcp,
+}
+
+impl TransportKind {
+    /// Starts this end.
+    ///
+    /// # Errors
+    /// As [`Tcp::new`] and [`Shm::new`].
+    pub fn start(self, setup: Setup) -> Result<Arc<dyn Transport>, TransportError> {
+        Ok(match self {
+            Self::Mem => Arc::new(Mem::new(setup)),
+            Self::Shm => Arc::new(Shm::new(setup)?),
+            Self::Tcp => Arc::new(Tcp::new(setup)?),
+        })
+    }
 }
 
 impl fmt::Display for TransportKind {

@@ -1,0 +1,157 @@
+//! What every back end has at its own end: registered memory, granted rooms, open links, counters.
+
+use std::{
+    collections::BTreeMap,
+    sync::{Arc, Mutex, MutexGuard, PoisonError, Weak},
+};
+
+use kvferry_arena::{Arena, Memory};
+use kvferry_plan::{Attempt, Generation, Incarnation, RankId, RoomKey};
+
+use crate::{
+    Grant, Link, Refusal, Registration, Setup, TransportError, TransportStats, room::Room, stats::Counters,
+};
+
+/// Locks, also after a panic of another holder: everything behind these locks is valid between two statements.
+pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// One process's end.
+#[derive(Debug)]
+pub(crate) struct Local {
+    pub(crate) setup: Setup,
+    pub(crate) counters: Arc<Counters>,
+    ranks: Mutex<BTreeMap<RankId, Arc<Arena>>>,
+    rooms: Mutex<BTreeMap<RoomKey, Arc<Room>>>,
+    links: Mutex<Option<Vec<Weak<dyn Link>>>>,
+}
+
+impl Local {
+    pub(crate) fn new(setup: Setup) -> Self {
+        Self {
+            setup,
+            counters: Arc::default(),
+            ranks: Mutex::default(),
+            rooms: Mutex::default(),
+            links: Mutex::new(Some(Vec::new())),
+        }
+    }
+
+    pub(crate) fn register(&self, rank: RankId, memory: Registration) -> Result<(), TransportError> {
+        let mut ranks = lock(&self.ranks);
+        if ranks.contains_key(&rank) {
+            return Err(TransportError::Registered { rank });
+        }
+        ranks.insert(rank, memory.arena);
+        Ok(())
+    }
+
+    pub(crate) fn arena(&self, rank: RankId) -> Result<Arc<Arena>, TransportError> {
+        lock(&self.ranks).get(&rank).cloned().ok_or(TransportError::UnknownRank { rank, place: "here" })
+    }
+
+    pub(crate) fn arenas(&self) -> Vec<(RankId, Arc<Arena>)> {
+        lock(&self.ranks).iter().map(|(rank, arena)| (*rank, Arc::clone(arena))).collect()
+    }
+
+    pub(crate) fn grant(&self, grant: Grant) -> Result<(), TransportError> {
+        self.open()?;
+        let key = grant.key;
+        let invalid = |reason: String| Err(TransportError::Invalid { key, reason });
+        let mut arenas = BTreeMap::new();
+        for &rank in &grant.ranks {
+            let arena = self.arena(rank)?;
+            grant.table.check(arena.layout().pages())?;
+            if rank.0 >= grant.pair.dst().ranks() {
+                return invalid(format!("the layout has no rank {rank}"));
+            }
+            for part in &grant.pair.dst().parts {
+                let class = grant.pair.dst().class(part.part, rank);
+                let rows = part.tokens.owned(grant.tokens.end, class);
+                if rows > 0 && grant.table.row(rows - 1, part.page_size).is_none() {
+                    let pages = grant.table.0.len();
+                    return invalid(format!("{pages} pages do not hold the tokens {}", grant.tokens));
+                }
+            }
+            if arenas.insert(rank, arena).is_some() {
+                return invalid(format!("rank {rank} is named twice"));
+            }
+        }
+        let mut rooms = lock(&self.rooms);
+        if rooms.len() >= self.setup.limits.grants {
+            return Err(TransportError::Busy { queued: rooms.len() });
+        }
+        if rooms.contains_key(&key) {
+            return invalid("the room is granted already; revoke it first".into());
+        }
+        rooms.insert(key, Arc::new(Room::new(grant, arenas, self.setup.inject, &self.counters)));
+        Ok(())
+    }
+
+    pub(crate) fn revoke(&self, key: RoomKey, generation: Generation) {
+        let room = {
+            let mut rooms = lock(&self.rooms);
+            match rooms.get(&key) {
+                Some(room) if room.grant().generation == generation => rooms.remove(&key),
+                _ => None,
+            }
+        };
+        // Outside the lock: other rooms go on while this one waits for its last frame.
+        if let Some(room) = room {
+            room.fence();
+        }
+    }
+
+    /// The granted room that a frame from `peer` is addressed to.
+    pub(crate) fn room(
+        &self,
+        key: RoomKey,
+        generation: Generation,
+        peer: Incarnation,
+    ) -> Result<Arc<Room>, Refusal> {
+        let rooms = lock(&self.rooms);
+        let Some(room) = rooms.get(&key) else {
+            let attempts =
+                RoomKey { attempt: Attempt(0), ..key }..=RoomKey { attempt: Attempt(u32::MAX), ..key };
+            let other = rooms.range(attempts).next().is_some();
+            return Err(if other { Refusal::Attempt } else { Refusal::Room });
+        };
+        if room.grant().peer != peer {
+            return Err(Refusal::Peer);
+        }
+        if room.grant().generation != generation {
+            return Err(Refusal::Generation);
+        }
+        Ok(Arc::clone(room))
+    }
+
+    /// Remembers a link, so that closing this end closes it.
+    pub(crate) fn add_link(&self, link: &Arc<dyn Link>) -> Result<(), TransportError> {
+        let mut links = lock(&self.links);
+        let links = links.as_mut().ok_or(TransportError::Closed)?;
+        links.retain(|link| link.strong_count() > 0);
+        links.push(Arc::downgrade(link));
+        Ok(())
+    }
+
+    pub(crate) fn open(&self) -> Result<(), TransportError> {
+        if lock(&self.links).is_some() { Ok(()) } else { Err(TransportError::Closed) }
+    }
+
+    pub(crate) fn stats(&self) -> TransportStats {
+        self.counters.snapshot()
+    }
+
+    /// Closes links and fences all rooms; nothing is granted or opened afterwards.
+    pub(crate) fn close(&self) {
+        let links = lock(&self.links).take();
+        for link in links.into_iter().flatten().filter_map(|link| link.upgrade()) {
+            link.close();
+        }
+        let rooms = std::mem::take(&mut *lock(&self.rooms));
+        for room in rooms.into_values() {
+            room.fence();
+        }
+    }
+}

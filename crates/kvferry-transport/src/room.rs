@@ -1,0 +1,348 @@
+//! A granted room: who may write where, the fence, and the landing of legs.
+
+use std::{
+    collections::BTreeMap,
+    ops::Range,
+    sync::{Arc, PoisonError, RwLock, RwLockReadGuard},
+    time::Instant,
+};
+
+use kvferry_arena::{Arena, ArenaError, Memory, Pieces, Side};
+use kvferry_plan::{
+    Bytes, End, PageTable, Pair, PartDigest, Plan, RankId, Row, Token, TokenRange, Unit, UnitId,
+};
+
+use xxhash_rust::xxh3::Xxh3;
+
+use crate::{
+    Grant, Inject, Landed, LegReport, Refusal, TransportError,
+    inject::{Faults, Spot},
+    stats::{Counters, Gauge, add},
+    wire::Units,
+};
+
+/// Any page numbers will do for a peer's pages, as long as there are enough for `end` tokens.
+pub(crate) fn source_table(pair: &Pair, end: Token) -> PageTable {
+    let smallest = pair.src().parts.iter().map(|part| part.page_size).min().unwrap_or(1);
+    let pages = end.0.div_ceil(u64::from(smallest.max(1)));
+    PageTable::identity(u32::try_from(pages).unwrap_or(u32::MAX))
+}
+
+/// A granted room.
+#[derive(Debug)]
+pub(crate) struct Room {
+    grant: Grant,
+    arenas: BTreeMap<RankId, Arc<Arena>>,
+    /// False once fenced. Held for reading while bytes are written.
+    live: RwLock<bool>,
+    faults: Option<Faults>,
+    counters: Arc<Counters>,
+    _granted: Gauge,
+}
+
+impl Room {
+    pub(crate) fn new(
+        grant: Grant,
+        arenas: BTreeMap<RankId, Arc<Arena>>,
+        inject: Option<Inject>,
+        counters: &Arc<Counters>,
+    ) -> Self {
+        let several = grant.ranks.len() > 1;
+        Self {
+            grant,
+            arenas,
+            live: RwLock::new(true),
+            faults: inject.map(|inject| Faults::new(inject, several)),
+            counters: Arc::clone(counters),
+            _granted: Gauge::new(counters, |c| &c.grants),
+        }
+    }
+
+    pub(crate) fn grant(&self) -> &Grant {
+        &self.grant
+    }
+
+    /// Waits for whoever is writing and lets nobody write afterwards.
+    pub(crate) fn fence(&self) {
+        *self.live.write().unwrap_or_else(PoisonError::into_inner) = false;
+    }
+
+    /// The right to write, for as long as the guard is held.
+    fn writing(&self) -> Result<RwLockReadGuard<'_, bool>, TransportError> {
+        let live = self.live.read().unwrap_or_else(PoisonError::into_inner);
+        if *live { Ok(live) } else { Err(self.refused(Refusal::Room)) }
+    }
+
+    /// Fails once the room is fenced.
+    pub(crate) fn check(&self) -> Result<(), TransportError> {
+        self.writing().map(drop)
+    }
+
+    /// The memory of `target`, if `source` may write `tokens` of it.
+    pub(crate) fn arena(
+        &self,
+        source: RankId,
+        target: RankId,
+        tokens: TokenRange,
+    ) -> Result<&Arc<Arena>, Refusal> {
+        if source.0 >= self.grant.pair.src().ranks() {
+            return Err(Refusal::Rank);
+        }
+        let granted = self.grant.tokens;
+        if tokens.start > tokens.end || tokens.start < granted.start || tokens.end > granted.end {
+            return Err(Refusal::Range);
+        }
+        self.arenas.get(&target).ok_or(Refusal::Rank)
+    }
+
+    /// Starts to land what `source` pushes to `target` for `tokens`.
+    pub(crate) fn leg(
+        self: &Arc<Self>,
+        source: RankId,
+        target: RankId,
+        tokens: TokenRange,
+    ) -> Result<Landing, Refusal> {
+        let arena = Arc::clone(self.arena(source, target, tokens)?);
+        let from = source_table(&self.grant.pair, tokens.end);
+        let to = End { rank: target, table: &self.grant.table };
+        // The table was checked against the granted tokens, so there is a plan for each part of them.
+        let plan = self
+            .grant
+            .pair
+            .plan(End { rank: source, table: &from }, to, tokens)
+            .map_err(|_| Refusal::Internal)?;
+        Ok(Landing {
+            room: Arc::clone(self),
+            arena,
+            plan,
+            source,
+            target,
+            tokens,
+            next: (0, 0),
+            hasher: None,
+            parts: Vec::new(),
+            started: Instant::now(),
+        })
+    }
+
+    /// True while a fault waits to be committed.
+    pub(crate) fn faulty(&self) -> bool {
+        self.faults.as_ref().is_some_and(Faults::pending)
+    }
+
+    /// Calls `write`, which writes `spots`, unless the room is fenced; a fence waits for it. A fault of this room is
+    /// committed here.
+    pub(crate) fn write(
+        &self,
+        spots: impl FnOnce() -> Result<Vec<Spot>, ArenaError>,
+        write: impl FnOnce() -> Result<(), TransportError>,
+    ) -> Result<(), TransportError> {
+        let _writing = self.writing()?;
+        match &self.faults {
+            Some(faults) if faults.pending() => faults.around(&spots()?, write, &self.counters),
+            _ => write(),
+        }
+    }
+
+    /// Tells the owner of the grant how a leg of a push ended.
+    pub(crate) fn report(
+        &self,
+        source: RankId,
+        target: RankId,
+        tokens: TokenRange,
+        outcome: Result<LegReport, TransportError>,
+    ) {
+        let (key, generation) = (self.grant.key, self.grant.generation);
+        (self.grant.landed)(Landed { key, generation, source, target, tokens, outcome });
+    }
+
+    pub(crate) fn refused(&self, refusal: Refusal) -> TransportError {
+        TransportError::Refused { key: self.grant.key, refusal }
+    }
+}
+
+/// A pushed leg on its way into the pool. Units come in plan order, each once.
+pub(crate) struct Landing {
+    room: Arc<Room>,
+    arena: Arc<Arena>,
+    plan: Plan,
+    source: RankId,
+    target: RankId,
+    tokens: TokenRange,
+    /// The unit and row that must come next.
+    next: (u64, u64),
+    /// Of a unit that has not come completely.
+    hasher: Option<Xxh3>,
+    parts: Vec<PartDigest>,
+    started: Instant,
+}
+
+impl Landing {
+    pub(crate) fn room(&self) -> &Arc<Room> {
+        &self.room
+    }
+
+    /// True when nothing has landed.
+    pub(crate) fn fresh(&self) -> bool {
+        self.next == (0, 0)
+    }
+
+    /// The bytes that `units` must have, if they are what comes next.
+    pub(crate) fn expect(&self, units: &Units) -> Result<Bytes, Refusal> {
+        let end = units.first.checked_add(units.count).ok_or(Refusal::Sequence)?;
+        if (units.first, units.row) != self.next || end > self.plan.unit_count() || units.count == 0 {
+            return Err(Refusal::Sequence);
+        }
+        let mut sum = 0_u64;
+        for index in units.first..end {
+            let unit = self.plan.unit(index).ok_or(Refusal::Sequence)?;
+            let rows = rows_of(units, &unit).ok_or(Refusal::Sequence)?;
+            sum = sum.saturating_add((rows.end - rows.start).saturating_mul(unit.slice.len.0));
+            if sum > crate::wire::MAX_PAYLOAD {
+                return Err(Refusal::Length);
+            }
+        }
+        Ok(Bytes(sum))
+    }
+
+    /// Writes the payload of `units`, which has the length that [`Landing::expect`] said.
+    pub(crate) fn land(&mut self, units: &Units, payload: &[u8]) -> Result<(), TransportError> {
+        let room = Arc::clone(&self.room);
+        let spots = || self.spots(units);
+        let write = || {
+            let mut rest = payload;
+            self.each(units, |unit, rows| {
+                let region = self.arena.region(unit.layer, unit.part)?;
+                for pieces in Pieces::of_rows(unit, Side::Target, region, rows) {
+                    let short =
+                        ArenaError::Length { expected: pieces.bytes(), found: Bytes(rest.len() as u64) };
+                    let (chunk, tail) = rest.split_at_checked(pieces.bytes().index()).ok_or(short)?;
+                    self.arena.scatter(&pieces, chunk)?;
+                    rest = tail;
+                }
+                Ok(())
+            })?;
+            Ok(())
+        };
+        room.write(spots, write)?;
+        add(&room.counters.frames, 1);
+        add(&room.counters.landed, payload.len() as u64);
+        self.digest(units)?;
+        self.next = match units.rows {
+            Some(rows) if !self.ends_unit(units, rows) => (units.first, units.row + rows),
+            _ => (units.first + units.count, 0),
+        };
+        Ok(())
+    }
+
+    /// What lies in the pool now, if all of the leg has come.
+    pub(crate) fn finish(&mut self) -> Result<LegReport, TransportError> {
+        if self.next != (self.plan.unit_count(), 0) {
+            return Err(self.room.refused(Refusal::Missing));
+        }
+        self.room.check()?;
+        add(&self.room.counters.legs, 1);
+        Ok(LegReport {
+            target: self.target,
+            bytes: self.plan.bytes(),
+            copies: self.plan.copies(),
+            parts: std::mem::take(&mut self.parts),
+            took: self.started.elapsed(),
+        })
+    }
+
+    /// Tells the owner of the grant.
+    pub(crate) fn report(&self, outcome: Result<LegReport, TransportError>) {
+        self.room.report(self.source, self.target, self.tokens, outcome);
+    }
+
+    fn each(
+        &self,
+        units: &Units,
+        mut f: impl FnMut(&Unit<'_>, Range<u64>) -> Result<(), ArenaError>,
+    ) -> Result<(), ArenaError> {
+        for unit in (units.first..units.first + units.count).filter_map(|i| self.plan.unit(i)) {
+            if let Some(rows) = rows_of(units, &unit) {
+                f(&unit, rows)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn ends_unit(&self, units: &Units, rows: u64) -> bool {
+        self.plan.unit(units.first).is_none_or(|unit| units.row + rows == unit.rows())
+    }
+
+    fn spots(&self, units: &Units) -> Result<Vec<Spot>, ArenaError> {
+        let mut spots = Vec::new();
+        self.each(units, |unit, rows| {
+            spots.push(Spot::new(self.source, self.target, &self.arena, unit, rows)?);
+            Ok(())
+        })?;
+        Ok(spots)
+    }
+
+    /// Digests what lies in the pool after `units` were written, while it is in the cache.
+    fn digest(&mut self, units: &Units) -> Result<(), ArenaError> {
+        let mut hasher = self.hasher.take();
+        let mut parts = std::mem::take(&mut self.parts);
+        self.each(units, |unit, rows| {
+            if rows.start == 0 {
+                hasher = None;
+            }
+            let last = rows.end == unit.rows();
+            let mut sum = 0;
+            if self.room.grant.digest {
+                let id = UnitId::new(self.room.grant.key, self.target, unit);
+                let mut state = hasher.take().unwrap_or_else(|| id.hasher());
+                let region = self.arena.region(unit.layer, unit.part)?;
+                for pieces in Pieces::of_rows(unit, Side::Target, region, rows) {
+                    self.arena.hash(&pieces, &mut state)?;
+                }
+                if last {
+                    sum = state.digest();
+                } else {
+                    hasher = Some(state);
+                }
+            }
+            if last {
+                PartDigest::add(&mut parts, unit.part, sum, unit.bytes());
+            }
+            Ok(())
+        })?;
+        (self.hasher, self.parts) = (hasher, parts);
+        Ok(())
+    }
+}
+
+/// The rows of `unit` that a frame carries, if there are such.
+fn rows_of(units: &Units, unit: &Unit<'_>) -> Option<Range<u64>> {
+    match units.rows {
+        None => Some(0..unit.rows()),
+        Some(rows) => {
+            let end = units.row.checked_add(rows)?;
+            (units.count == 1 && rows > 0 && end <= unit.rows()).then_some(units.row..end)
+        }
+    }
+}
+
+/// True when every row that `plan` writes lies on a page of `table`, for a plan that was made by somebody else.
+pub(crate) fn writes_only(plan: &Plan, pair: &Pair, table: &PageTable) -> bool {
+    let mut pages = table.0.clone();
+    pages.sort_unstable();
+    plan.groups().iter().all(|group| {
+        pair.dst().part(group.part).is_some_and(|layout| {
+            plan.group_runs(group).iter().all(|run| {
+                let steps = run.dst_step.checked_mul(run.blocks.saturating_sub(1));
+                let last = steps.and_then(|steps| {
+                    steps.checked_add(run.dst_row.0)?.checked_add(run.block.saturating_sub(1))
+                });
+                // A run lies on one page, so its ends say it all.
+                last.is_some_and(|last| {
+                    let (first, last) = (layout.page(run.dst_row), layout.page(Row(last)));
+                    first == last && pages.binary_search(&first).is_ok()
+                })
+            })
+        })
+    })
+}

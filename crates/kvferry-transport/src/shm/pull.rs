@@ -1,0 +1,273 @@
+//! The target's half of a pull: one sweep over each source page for all legs of a job.
+
+use std::{collections::BTreeMap, io, sync::Arc, time::Instant};
+
+use kvferry_arena::{Arena, ArenaView, Memory, Side, Stores, digest_unit};
+use kvferry_plan::{
+    Bytes, Generation, Incarnation, LayerId, PageId, Part, PartDigest, RankId, RoomKey, StridedMove, Unit,
+    UnitId,
+};
+
+use crate::{
+    Done, Job, Leg, LegReport, Link, PeerAddr, Refusal, TransportError,
+    inject::Spot,
+    local::Local,
+    queue::{Queue, Stop},
+    room::{Room, writes_only},
+    socket::Socket,
+    stats::add,
+};
+
+/// A fence waits for at most about so many bytes.
+const BATCH: u64 = 4 << 20;
+
+/// Starts the link's thread, the puller.
+pub(super) fn open(
+    socket: Socket,
+    views: BTreeMap<RankId, ArenaView>,
+    peer: &PeerAddr,
+    local: &Arc<Local>,
+) -> io::Result<Arc<dyn Link>> {
+    let views = Arc::new(views);
+    let socket = Arc::new(socket);
+    let puller = Puller {
+        socket: Arc::clone(&socket),
+        views: Arc::clone(&views),
+        endpoint: peer.endpoint.clone(),
+        peer: peer.incarnation,
+        local: Arc::clone(local),
+    };
+    let limit = local.setup.limits.jobs;
+    let run = move |job: &Job, stop: &Stop| puller.pull(job, stop);
+    let queue = Queue::start("kvferry-shm-pull", limit, &local.counters, run, move || socket.hang_up())?;
+    Ok(Arc::new(ShmLink { queue, views }))
+}
+
+#[derive(Debug)]
+struct ShmLink {
+    queue: Queue,
+    views: Arc<BTreeMap<RankId, ArenaView>>,
+}
+
+impl Link for ShmLink {
+    fn execute(&self, job: Job, done: Done) -> Result<(), TransportError> {
+        if !self.views.contains_key(&job.source) {
+            return Err(TransportError::UnknownRank { rank: job.source, place: "at the peer" });
+        }
+        self.queue.execute(job, done)
+    }
+
+    fn cancel(&self, key: RoomKey) {
+        self.queue.cancel(key);
+    }
+
+    fn close(&self) {
+        self.queue.close();
+    }
+}
+
+struct Puller {
+    socket: Arc<Socket>,
+    views: Arc<BTreeMap<RankId, ArenaView>>,
+    endpoint: String,
+    peer: Incarnation,
+    local: Arc<Local>,
+}
+
+impl Puller {
+    fn pull(&self, job: &Job, stop: &Stop) -> Result<Vec<LegReport>, TransportError> {
+        let started = Instant::now();
+        self.alive()?;
+        let unknown = TransportError::UnknownRank { rank: job.source, place: "at the peer" };
+        let view = self.views.get(&job.source).ok_or(unknown)?;
+        let refuse = |refusal| {
+            self.local.counters.refuse(refusal);
+            TransportError::Refused { key: job.key, refusal }
+        };
+        let room = self.local.room(job.key, job.generation, self.peer).map_err(refuse)?;
+        let courses = job.legs.iter().map(|leg| Course::new(&room, job, leg)).collect::<Result<_, _>>();
+        let mut task = Task { job, view, room: &room, stop, courses: courses.map_err(refuse)? };
+        for part in &room.grant().pair.shape().parts {
+            for &layer in &part.layers {
+                let landed = task.layer(layer, part.part)?;
+                add(&self.local.counters.landed, landed.0);
+                add(&self.local.counters.frames, 1);
+            }
+        }
+        // What the last pages say is worth nothing if the process behind them is gone.
+        self.alive()?;
+        room.check()?;
+        add(&self.local.counters.legs, task.courses.len() as u64);
+        let took = started.elapsed();
+        let report = |course: Course<'_>| LegReport {
+            target: course.leg.target,
+            bytes: course.leg.plan.bytes(),
+            copies: course.leg.plan.copies(),
+            parts: course.parts,
+            took,
+        };
+        Ok(task.courses.into_iter().map(report).collect())
+    }
+
+    /// Fails once the source has closed the connection, which the end of its process does.
+    fn alive(&self) -> Result<(), TransportError> {
+        if self.socket.quiet() {
+            return Ok(());
+        }
+        let reason = "its process ended or closed the transport".into();
+        Err(TransportError::PeerGone { endpoint: self.endpoint.clone(), reason })
+    }
+}
+
+/// A leg while its job is executed.
+struct Course<'a> {
+    leg: &'a Leg,
+    arena: Arc<Arena>,
+    generations: BTreeMap<PageId, Generation>,
+    /// The next unit.
+    next: u64,
+    parts: Vec<PartDigest>,
+}
+
+impl<'a> Course<'a> {
+    /// Checks a leg against the grant.
+    fn new(room: &Room, job: &Job, leg: &'a Leg) -> Result<Self, Refusal> {
+        let arena = Arc::clone(room.arena(job.source, leg.target, job.tokens)?);
+        if !writes_only(&leg.plan, &room.grant().pair, &room.grant().table) {
+            return Err(Refusal::Range);
+        }
+        let generations = leg.source_pages.iter().copied().collect();
+        Ok(Self { leg, arena, generations, next: 0, parts: Vec::new() })
+    }
+}
+
+/// One strided copy of a sweep.
+struct Step {
+    page: PageId,
+    /// Index of the leg.
+    leg: usize,
+    m: StridedMove,
+}
+
+/// A job that is executed.
+struct Task<'a> {
+    job: &'a Job,
+    view: &'a ArenaView,
+    room: &'a Room,
+    stop: &'a Stop,
+    courses: Vec<Course<'a>>,
+}
+
+impl<'a> Task<'a> {
+    /// Sweeps the source pages of one layer of one part, then digests what was written while it is in the cache.
+    fn layer(&mut self, layer: LayerId, part: Part) -> Result<Bytes, TransportError> {
+        let units = self.units(layer, part);
+        let steps = self.steps(layer, part, &units)?;
+        let spots = || {
+            let spot = |(i, unit): &(usize, Unit<'_>)| {
+                let course = &self.courses[*i];
+                Spot::new(self.job.source, course.leg.target, &course.arena, unit, 0..unit.rows())
+            };
+            units.iter().map(spot).collect()
+        };
+        let batch = if self.room.faulty() { u64::MAX } else { BATCH };
+        let mut rest = steps.as_slice();
+        while !rest.is_empty() {
+            self.stop.check()?;
+            let (now, later) = rest.split_at(cut(rest, batch));
+            self.room.write(spots, || self.sweep(now))?;
+            rest = later;
+        }
+        for (i, unit) in units {
+            let course = &mut self.courses[i];
+            let id = UnitId::new(self.job.key, course.leg.target, &unit);
+            let sum = if self.job.digest { digest_unit(&*course.arena, Side::Target, &unit, id)? } else { 0 };
+            PartDigest::add(&mut course.parts, part, sum, unit.bytes());
+        }
+        Ok(Bytes(steps.iter().map(|step| step.m.bytes().0).sum()))
+    }
+
+    /// The next units of all legs, which are those of this layer and part: plans have the order of the shape.
+    fn units(&mut self, layer: LayerId, part: Part) -> Vec<(usize, Unit<'a>)> {
+        let mut units = Vec::new();
+        for (i, course) in self.courses.iter_mut().enumerate() {
+            let plan = &course.leg.plan;
+            while let Some(unit) = plan.unit(course.next).filter(|u| (u.layer, u.part) == (layer, part)) {
+                units.push((i, unit));
+                course.next += 1;
+            }
+        }
+        units
+    }
+
+    /// The copies of these units, by source page; within a page legs and tokens stay in order.
+    fn steps(
+        &self,
+        layer: LayerId,
+        part: Part,
+        units: &[(usize, Unit<'_>)],
+    ) -> Result<Vec<Step>, TransportError> {
+        let mut steps = Vec::new();
+        for (i, unit) in units {
+            let Some(layout) = self.room.grant().pair.src().part(part) else { continue };
+            let (src, dst) = (self.view.region(layer, part)?, self.courses[*i].arena.region(layer, part)?);
+            let pages = unit.runs.iter().map(|run| layout.page(run.src_row));
+            steps.extend(pages.zip(unit.moves(src, dst)).map(|(page, m)| Step { page, leg: *i, m }));
+        }
+        steps.sort_by_key(|step| step.page);
+        Ok(steps)
+    }
+
+    /// Executes steps page by page, and checks each page before and after.
+    fn sweep(&self, steps: &[Step]) -> Result<(), TransportError> {
+        let mut pages = steps.chunk_by(|a, b| a.page == b.page).peekable();
+        while let Some(page) = pages.next() {
+            // A digest reads what was written, so it had better be in the cache.
+            let stores = match pages.peek() {
+                Some(next) if !self.job.digest => {
+                    Stores::Streaming { ahead: start(next).wrapping_sub(start(page)).cast_signed() }
+                }
+                _ => Stores::Cached,
+            };
+            self.unchanged(page)?;
+            for step in page {
+                self.courses[step.leg].arena.copy_from(self.view, &step.m, stores)?;
+            }
+            self.unchanged(page)?;
+        }
+        Ok(())
+    }
+
+    /// Fails unless the page of these steps has the generation that the source offered for each leg.
+    fn unchanged(&self, steps: &[Step]) -> Result<(), TransportError> {
+        for Step { page, leg, .. } in steps.chunk_by(|a, b| a.leg == b.leg).filter_map(<[Step]>::first) {
+            let found = self.view.generation(*page)?;
+            match self.courses[*leg].generations.get(page) {
+                Some(expected) if *expected == found => {}
+                Some(&expected) => return Err(TransportError::StalePage { page: *page, expected, found }),
+                None => {
+                    let reason = format!("source page {page} is in the plan, but not in `source_pages`");
+                    return Err(TransportError::Invalid { key: self.job.key, reason });
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+/// How many steps make up about `batch` bytes and end with a page.
+fn cut(steps: &[Step], batch: u64) -> usize {
+    let mut bytes = 0_u64;
+    for (i, pair) in steps.windows(2).enumerate() {
+        bytes = bytes.saturating_add(pair[0].m.bytes().0);
+        if bytes >= batch && pair[0].page != pair[1].page {
+            return i + 1;
+        }
+    }
+    steps.len()
+}
+
+/// First byte of a page's steps.
+fn start(page: &[Step]) -> u64 {
+    page.iter().map(|step| step.m.src.offset.0).min().unwrap_or(0)
+}
