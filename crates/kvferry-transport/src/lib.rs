@@ -21,6 +21,7 @@
 
 #![forbid(unsafe_code)]
 
+pub mod contract;
 mod error;
 mod grant;
 mod inbound;

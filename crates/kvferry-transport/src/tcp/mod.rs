@@ -9,11 +9,12 @@ mod serve;
 
 use std::{
     net::{SocketAddr, TcpListener, TcpStream},
+    os::fd::AsFd,
     sync::Arc,
 };
 
 use kvferry_plan::{Generation, RankId, RoomKey};
-use rustix::net::sockopt::{set_socket_keepalive, set_tcp_congestion};
+use rustix::net::sockopt::{set_socket_keepalive, set_tcp_congestion, set_tcp_nodelay};
 
 use crate::{
     Grant, Link, Mover, PeerAddr, Registration, Setup, Transport, TransportError, TransportStats,
@@ -131,8 +132,10 @@ impl Drop for Tcp {
 }
 
 /// Best effort: a kernel that refuses is slower, nothing else.
-fn tune(stream: &TcpStream) {
-    let _ = stream.set_nodelay(true);
+fn tune(stream: impl AsFd) {
+    let stream = stream.as_fd();
+    // Answers are small and somebody waits for each.
+    let _ = set_tcp_nodelay(stream, true);
     let _ = set_socket_keepalive(stream, true);
     // Pacing congestion controls, the default of some hosts, cost a quarter of the rate on short paths.
     if set_tcp_congestion(stream, "cubic").is_err() {

@@ -1,0 +1,120 @@
+//! The right bytes, in the right places, and nothing else.
+
+use std::thread;
+
+use kvferry_plan::{CacheShape, Generation, TokenRange};
+
+use super::{
+    Start,
+    world::{Options, World},
+};
+
+struct Geometry {
+    shape: CacheShape,
+    source: &'static str,
+    target: &'static str,
+}
+
+fn geometries() -> Vec<Geometry> {
+    let gqa = || CacheShape::gqa(2, 3, 8);
+    let mla = || CacheShape::mla(3, 24);
+    let case = |shape, source, target| Geometry { shape, source, target };
+    vec![
+        case(gqa(), "tp=3", "tp=1"),
+        case(gqa(), "tp=2", "tp=3"),
+        case(gqa(), "tp=1,page=64", "tp=2,page=24"),
+        case(gqa(), "tp=4", "tp=2,dcp=2,interleave=4"),
+        case(mla(), "tp=2", "tp=4,dcp=4"),
+        case(mla(), "tp=1,page=24", "tp=4,dcp=2,interleave=2,page=16"),
+        case(gqa(), "pp=2", "tp=1"),
+    ]
+}
+
+/// Hands `tokens` of one room over in `chunks` and compares everything.
+fn check(start: Start<'_>, geometry: &Geometry, tokens: u64, chunks: &[TokenRange], pool_pages: u32) {
+    let options = Options { pool_pages, ..Options::default() };
+    let world = World::new(start, &geometry.shape, geometry.source, geometry.target, &options);
+    let room = world.granted(1, tokens);
+    let before = world.pools();
+    let reports = world.hand_off(&room, chunks);
+    for (chunk, reports) in chunks.iter().zip(&reports) {
+        world.check_reports(&room, *chunk, reports);
+    }
+    let model = world.model(&room, TokenRange::new(0, tokens), &before);
+    let equal = world.pools() == model;
+    assert!(equal, "{} -> {}, {tokens} tokens: the pools differ", geometry.source, geometry.target);
+}
+
+/// Exact bytes for several pairs of layouts and prompt lengths, one token included, and equal digests on both sides.
+pub fn exact(start: Start<'_>) {
+    for geometry in geometries() {
+        for tokens in [1, 16, 65] {
+            check(start, &geometry, tokens, &[TokenRange::new(0, tokens)], 40);
+        }
+    }
+}
+
+/// A prompt in pieces, one of them a single token and one of them empty.
+pub fn chunked(start: Start<'_>) {
+    let cuts = [0, 17, 18, 18, 64, 90];
+    let chunks: Vec<_> = cuts.windows(2).map(|w| TokenRange::new(w[0], w[1])).collect();
+    for geometry in geometries() {
+        check(start, &geometry, 90, &chunks, 40);
+    }
+}
+
+/// Units that are larger than a frame are split by rows.
+pub fn large_units(start: Start<'_>) {
+    // 4 KiB of each head and row, 200 rows and more a page: 0.8 MB a unit.
+    let geometry =
+        Geometry { shape: CacheShape::gqa(1, 2, 2048), source: "tp=2,page=200", target: "tp=1,page=256" };
+    check(start, &geometry, 330, &[TokenRange::new(0, 330)], 6);
+}
+
+/// The same chunk twice leaves the same bytes and the same reports.
+pub fn repeated(start: Start<'_>) {
+    let world = World::new(start, &CacheShape::gqa(2, 3, 8), "tp=3", "tp=2", &Options::default());
+    let tokens = TokenRange::new(0, 40);
+    let room = world.granted(1, 40);
+    let before = world.pools();
+    let reports = world.hand_off(&room, &[tokens, tokens, TokenRange::new(5, 20)]);
+    for ((key, first), (_, second)) in reports[0].iter().zip(&reports[1]) {
+        assert_eq!(first.0, second.0, "{key:?}");
+        assert_eq!(first.1.parts, second.1.parts, "{key:?}");
+    }
+    assert!(world.pools() == world.model(&room, tokens, &before));
+}
+
+/// Rooms at the same time, from several threads; each on its own pages.
+pub fn concurrent(start: Start<'_>) {
+    let world = World::new(start, &CacheShape::mla(3, 24), "tp=2", "tp=4,dcp=4", &Options::default());
+    let tokens = TokenRange::new(0, 120);
+    let before = world.pools();
+    let rooms: Vec<_> = thread::scope(|scope| {
+        let threads: Vec<_> = (0..4)
+            .map(|number| {
+                let world = &world;
+                scope.spawn(move || {
+                    let mut room = world.granted(number, tokens.end.0);
+                    for again in 0..5 {
+                        let chunks = [TokenRange::new(0, 50), TokenRange::new(50, 120)];
+                        for (chunk, reports) in chunks.iter().zip(world.hand_off(&room, &chunks)) {
+                            world.check_reports(&room, *chunk, &reports);
+                        }
+                        // The next generation of the reservation.
+                        world.target.transport.revoke(room.key, room.generation);
+                        room.generation = Generation(room.generation.0 + 100 * (again + 1));
+                        world.target.transport.grant(world.grant(&room, tokens.end.0)).unwrap();
+                    }
+                    room
+                })
+            })
+            .collect();
+        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+    });
+    let mut model = before;
+    for room in &rooms {
+        model = world.model(room, tokens, &model);
+    }
+    assert!(world.pools() == model);
+}

@@ -1,0 +1,51 @@
+//! What every transport must do: a suite that runs over a back end, given a way to start an end of it.
+//!
+//! Both ends live in the calling process. A failed check panics, as in a test; that is what the suite is for. It is
+//! public so that implementers of [`Transport`] elsewhere run the same checks, and may grow with each release.
+//!
+//! ```
+//! use kvferry_transport::{TransportKind, contract};
+//! contract::repeated(&|setup| TransportKind::Mem.start(setup));
+//! ```
+
+#![allow(clippy::expect_used, clippy::panic, clippy::unwrap_used, reason = "a failed check is a panic")]
+
+mod geometry;
+mod lifecycle;
+mod safety;
+mod world;
+
+use std::sync::Arc;
+
+use crate::{Setup, Transport, TransportError};
+
+pub use geometry::{chunked, concurrent, exact, large_units, repeated};
+pub use lifecycle::{bounded, cancelled, closed, gone, nothing_left, restarted};
+pub use safety::{faults, fence, grants, refused, stale_pages, undigested};
+
+/// Starts an end of the back end.
+pub type Start<'a> = &'a (dyn Fn(Setup) -> Result<Arc<dyn Transport>, TransportError> + Sync);
+
+/// A check and its name.
+pub type Check = (&'static str, fn(Start<'_>));
+
+/// All checks.
+pub const CHECKS: &[Check] = &[
+    ("bounded", bounded),
+    ("cancelled", cancelled),
+    ("chunked", chunked),
+    ("closed", closed),
+    ("concurrent", concurrent),
+    ("exact", exact),
+    ("faults", faults),
+    ("fence", fence),
+    ("gone", gone),
+    ("grants", grants),
+    ("large_units", large_units),
+    ("nothing_left", nothing_left),
+    ("refused", refused),
+    ("repeated", repeated),
+    ("restarted", restarted),
+    ("stale_pages", stale_pages),
+    ("undigested", undigested),
+];
