@@ -13,7 +13,7 @@ use std::{
 use kvferry_arena::Memory;
 use kvferry_plan::{Incarnation, InstanceId, RankId};
 use kvferry_session::{Capabilities, Endpoint, Hello};
-use kvferry_transport::{Registration, Setup, Transport, TransportError, TransportKind};
+use kvferry_transport::{Registration, Setup, TransportKind};
 use tokio::sync::mpsc;
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
 
@@ -211,7 +211,7 @@ fn start_transports(config: &NodeConfig, incarnation: Incarnation) -> Result<Vec
     let mut started = Vec::new();
     for &kind in &config.transports {
         let start = || {
-            let transport = start_transport(kind, setup.clone())?;
+            let transport = kind.start(setup.clone())?;
             for (rank, arena) in (0..).map(RankId).zip(&config.arenas) {
                 transport.register(rank, Registration::host(arena.clone()))?;
             }
@@ -221,10 +221,6 @@ fn start_transports(config: &NodeConfig, incarnation: Incarnation) -> Result<Vec
         started.push(Started { kind, transport });
     }
     Ok(started)
-}
-
-fn start_transport(kind: TransportKind, _setup: Setup) -> Result<Arc<dyn Transport>, TransportError> {
-    Err(TransportError::Endpoint { endpoint: kind.to_string(), reason: "not built yet" })
 }
 
 /// A new start: its time orders restarts, its nonce tells two of one millisecond apart.
