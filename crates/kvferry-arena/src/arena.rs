@@ -5,7 +5,9 @@
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
 use kvferry_plan::{Bytes, Generation, PageId, PoolLayout, StridedMove};
-use rustix::fs::{FallocateFlags, MemfdFlags, SealFlags, fallocate, fcntl_add_seals, memfd_create};
+use rustix::fs::{
+    FallocateFlags, MemfdFlags, SealFlags, fallocate, fcntl_add_seals, ftruncate, memfd_create,
+};
 
 use crate::{
     ArenaError, Memory, Pieces, Stores,
@@ -31,15 +33,25 @@ impl Arena {
     /// Creates, pre-faults and seals the memory. `name` is shown in `/proc/PID/maps`.
     ///
     /// # Errors
-    /// [`ArenaError::Empty`] for a pool of no pages, [`ArenaError::Os`] when there is not enough memory.
+    /// [`ArenaError::Empty`] for a pool of no pages, [`ArenaError::Memory`] when it is larger than the memory that
+    /// the machine has left, [`ArenaError::Os`].
     pub fn new(name: &str, layout: PoolLayout) -> Result<Self, ArenaError> {
         if layout.pages() == 0 || layout.is_empty() {
             return Err(ArenaError::Empty);
         }
         let os = |action| move |source| ArenaError::Os { action, name: name.to_owned(), source };
+        // The kernel would hand out pages until it has to kill somebody, so ask before.
+        let available = available();
+        if available.is_some_and(|available| layout.len() > available) {
+            return Err(ArenaError::Memory {
+                needed: layout.len(),
+                available: available.unwrap_or_default(),
+            });
+        }
         let fd = memfd_create(name, MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)
             .map_err(|e| os("create")(e.into()))?;
-        // Reserves the memory now, so that a lack of it is an error here and not a SIGBUS later.
+        ftruncate(&fd, layout.len().0).map_err(|e| os("size")(e.into()))?;
+        // Takes the memory now, so that a lack of it is an error here and not a SIGBUS later.
         fallocate(&fd, FallocateFlags::empty(), 0, layout.len().0).map_err(|e| os("allocate")(e.into()))?;
         let mapping = Mapping::new(fd.as_fd(), layout.len(), Access::ReadWrite).map_err(os("map"))?;
         fcntl_add_seals(&fd, SEALS).map_err(|e| os("seal")(e.into()))?;
@@ -90,6 +102,14 @@ impl Arena {
     ) -> Result<(), ArenaError> {
         simd::copy(source.mapping(), &self.mapping, m, stores)
     }
+}
+
+/// What the machine can give without swapping, if it says so.
+fn available() -> Option<Bytes> {
+    let text = std::fs::read_to_string("/proc/meminfo").ok()?;
+    let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
+    let kib: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
+    Some(Bytes(kib.saturating_mul(1024)))
 }
 
 impl Mapped for Arena {

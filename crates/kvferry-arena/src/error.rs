@@ -19,6 +19,14 @@ pub enum ArenaError {
         /// Bytes given.
         found: Bytes,
     },
+    /// The pool is larger than the memory that is left.
+    #[error("the pool needs {needed} bytes, but the machine has {available} left; give it fewer pages")]
+    Memory {
+        /// Bytes of the pool.
+        needed: Bytes,
+        /// Bytes that the machine can give.
+        available: Bytes,
+    },
     /// The rank does not hold this part of this layer.
     #[error("the pool holds no `{part}` of layer {layer}; check which rank the plan is for")]
     NoRegion {
@@ -77,7 +85,7 @@ impl ArenaError {
             | Self::NoRegion { .. }
             | Self::NoPage(_)
             | Self::OutOfBounds { .. } => Blame::Caller,
-            Self::Os { .. } => Blame::Environment,
+            Self::Memory { .. } | Self::Os { .. } => Blame::Environment,
             Self::Size { .. } | Self::Unsealed => Blame::PeerMisbehaved,
         }
     }
