@@ -141,7 +141,13 @@ impl FromStr for LayoutSpec {
             )));
         }
         if spec.interleave > 1 && spec.dcp == 1 {
-            return Err(SpecError(format!("interleave={} has no meaning without dcp", spec.interleave)));
+            return Err(SpecError(format!(
+                "interleave={} has no meaning without dcp; give dcp=2 or more, or leave it out",
+                spec.interleave
+            )));
+        }
+        if spec.shard && spec.dcp > 1 {
+            return Err(SpecError(format!("shard=on and dcp={} both deal tokens; give one", spec.dcp)));
         }
         Ok(spec)
     }
@@ -208,10 +214,9 @@ impl LayoutSpec {
         let tokens = if self.shard {
             let ranks = if self.cp > 1 { self.cp } else { self.tp };
             if self.cp == 1 && !latent {
-                return Err(SpecError("shard=on needs latent rows (MLA) or cp above 1".into()));
-            }
-            if self.dcp > 1 {
-                return Err(SpecError(format!("shard=on and dcp={} both deal tokens; give one", self.dcp)));
+                return Err(SpecError(
+                    "shard=on needs latent rows (MLA) or cp above 1; use shard=off, or cp=2 or more".into(),
+                ));
             }
             TokenMap::PageSharded { ranks }
         } else if self.dcp > 1 {
@@ -245,12 +250,36 @@ impl LayoutSpec {
                     layers[cut.start as usize..cut.end as usize].to_vec()
                 })
                 .collect()),
-            LayerSplit::Explicit(stages) => Ok(stages
-                .iter()
-                .map(|(first, last)| {
-                    layers.iter().copied().filter(|l| (*first..=*last).contains(&l.0)).collect()
-                })
-                .collect()),
+            LayerSplit::Explicit(spans) => explicit_stages(spans, layers),
         }
     }
+}
+
+/// The layers of each span; every layer of the model must be in exactly one.
+fn explicit_stages(spans: &[(u32, u32)], layers: &[LayerId]) -> Result<Vec<Vec<LayerId>>, SpecError> {
+    let model = match layers {
+        [first, .., last] => format!("layers {first} to {last}"),
+        [only] => format!("layer {only} alone"),
+        [] => "no layer".into(),
+    };
+    for layer in layers {
+        let wrong = match spans.iter().filter(|(first, last)| (*first..=*last).contains(&layer.0)).count() {
+            0 => "no stage",
+            1 => continue,
+            _ => "two stages",
+        };
+        return Err(SpecError(format!(
+            "layers: layer {layer} is in {wrong}; the stages must hold {model}, each once"
+        )));
+    }
+    let stage = |&(first, last): &(u32, u32)| {
+        let held: Vec<_> = layers.iter().copied().filter(|l| (first..=last).contains(&l.0)).collect();
+        match held.is_empty() {
+            true => Err(SpecError(format!(
+                "layers: stage {first}-{last} has no layer of the model, which has {model}"
+            ))),
+            false => Ok(held),
+        }
+    };
+    spans.iter().map(stage).collect()
 }
