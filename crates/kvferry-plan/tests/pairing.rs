@@ -191,6 +191,39 @@ fn pools_have_the_rows_of_their_rank_and_no_others() {
     assert!(PoolLayout::new(&wide, &huge, RankId(0), u32::MAX).is_err());
 }
 
+/// Tables may name pages that a pool does not have; their bytes must not land in the region behind.
+#[test]
+fn rows_that_a_region_does_not_have_go_nowhere() {
+    let shape = CacheShape::mla(1, 8);
+    let place = Placement::single(&shape, 16, Dtype::F32);
+    let pair = Pair::new(shape, place.clone(), place).unwrap();
+    let region = |rows, row_bytes| Region {
+        layer: LayerId(0),
+        part: Part::Latent,
+        offset: Bytes(4096),
+        row_bytes: Bytes(row_bytes),
+        rows,
+    };
+    let table = PageTable::identity(2);
+    let end = End { rank: RankId(0), table: &table };
+    let plan = pair.plan(end, end, TokenRange::new(0, 32)).unwrap();
+    let offsets = |src: Region, dst: Region| -> Vec<_> {
+        plan.units()
+            .flat_map(|unit| unit.moves(&src, &dst).collect::<Vec<_>>())
+            .map(|m| (m.src.offset.0, m.dst.offset.0))
+            .collect()
+    };
+    let (first, second, nowhere) = (4096, 4096 + 16 * 32, u64::MAX);
+    let whole = region(32, 32);
+    assert_eq!(offsets(whole, whole), [(first, first), (second, second)]);
+    assert_eq!(offsets(whole, region(16, 32)), [(first, first), (second, nowhere)]);
+    // The second page begins inside and ends outside.
+    assert_eq!(offsets(region(31, 32), whole), [(first, first), (nowhere, second)]);
+    // Rows too narrow for the slice, and rows whose offsets 64 bits cannot count.
+    assert_eq!(offsets(whole, region(32, 31)), [(first, nowhere), (second, nowhere)]);
+    assert_eq!(offsets(region(32, u64::MAX / 2), whole), [(first, first), (nowhere, second)]);
+}
+
 #[test]
 fn descriptors_that_differ_name_the_first_field() {
     let (shape, placement) = gqa();
