@@ -4,6 +4,8 @@
 //! for a coordinate, which rank holds it and at which page and row; a [`PageTable`] says which pages of that
 //! rank's pool a request owns; a [`PoolLayout`] turns a row into a byte offset of the rank's arena. From two
 //! placements and two page tables a [`Pair`] derives the factored copy that one source rank owes one target rank.
+//! That the two sides cover the same coordinates is proven when the pair is made; that the chunks of a hand-off cover
+//! its tokens is watched by [`Coverage`].
 //!
 //! The crate is pure: `no_std` + `alloc`, no clock, no I/O, no unsafe, and no function panics on bad input.
 //! It is *not* for moving bytes (`kvferry-arena`, `kvferry-transport`) nor for agreeing on who may move them
