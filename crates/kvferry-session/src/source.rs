@@ -389,7 +389,9 @@ impl Source {
     /// How long the responsible side has.
     fn patience(&self) -> Duration {
         match (&self.reader, &self.first) {
-            (Some(_), _) if !self.running.is_empty() || self.finals_sent => self.limits.transfer,
+            (Some(_), _) if !self.running.is_empty() => self.limits.transfer,
+            // The target's own bound, which names what is missing, comes first.
+            (Some(_), _) if self.finals_sent => self.limits.transfer.saturating_mul(2),
             (None, Some(_)) => self.limits.join,
             _ => self.limits.compute,
         }
@@ -416,7 +418,7 @@ impl Source {
                 )
             }
             Some(_) if self.finals_sent => {
-                (Side::Target, format!("no verdict {:?} after the manifests", self.limits.transfer))
+                (Side::Target, format!("no verdict {:?} after the manifests", self.patience()))
             }
             None if self.first.is_some() => {
                 (Side::Target, format!("the room was not opened within {:?}", self.limits.join))
