@@ -212,8 +212,6 @@ impl Core {
             }
             Action::Grant => {
                 let events = self.shared.events.clone();
-                let paired = self.conns.get(&conn).and_then(|c| c.paired.as_ref());
-                let digest = paired.is_none_or(|(peer, _)| peer.digest);
                 let grant = Grant {
                     key,
                     generation,
@@ -222,7 +220,7 @@ impl Core {
                     pair: asked.pair,
                     table: PageTable::clone(&entry.table),
                     tokens: asked.tokens,
-                    digest,
+                    digest: asked.digest,
                     landed: Arc::new(move |landed| {
                         events.send(Event::Landed { serial, landed }).ok();
                     }),

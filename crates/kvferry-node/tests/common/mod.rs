@@ -1,0 +1,229 @@
+//! Two nodes in one process, with pools full of coordinates instead of a model's cache.
+#![allow(dead_code, unreachable_pub, reason = "each test file includes this module and uses a part of it")]
+
+use std::{sync::Arc, time::Duration};
+
+use kvferry_arena::{Arena, Memory};
+use kvferry_node::{
+    FirstToken, Inject, Limits, Node, NodeConfig, Receipt, Receive, ReceiveHandle, RoomError, SourceHandle,
+    SourceReceipt, SourceRoom, TransportKind,
+};
+use kvferry_plan::{
+    Attempt, Bytes, CacheShape, Descriptor, Dtype, InstanceId, LayerId, LayoutSpec, PROTOCOL, PageId,
+    PageTable, Part, Placement, PoolLayout, RankId, RoomId, RoomKey, Row, Token, TokenRange,
+};
+
+pub const FIRST: FirstToken = FirstToken { token: 7, logprob: -1.25 };
+pub const EVERY: [TransportKind; 3] = [TransportKind::Mem, TransportKind::Tcp, TransportKind::Shm];
+
+/// What a node of these tests is made of.
+#[derive(Clone, Debug)]
+pub struct Recipe {
+    pub name: &'static str,
+    pub shape: CacheShape,
+    pub spec: &'static str,
+    pub kv: Dtype,
+    pub model: &'static str,
+    pub transports: Vec<TransportKind>,
+    pub pages: u32,
+    pub digest: bool,
+    pub inject: Option<Inject>,
+    pub limits: Limits,
+}
+
+impl Recipe {
+    pub fn new(name: &'static str, shape: &CacheShape, spec: &'static str, transport: TransportKind) -> Self {
+        Self {
+            name,
+            shape: shape.clone(),
+            spec,
+            kv: Dtype::Bf16,
+            model: "model",
+            transports: vec![transport],
+            pages: 64,
+            digest: true,
+            inject: None,
+            limits: Limits::default(),
+        }
+    }
+}
+
+/// A node and its pools.
+pub struct Instance {
+    pub node: Arc<Node>,
+    pub shape: CacheShape,
+    pub placement: Placement,
+    pub arenas: Vec<Arc<Arena>>,
+}
+
+pub fn config(recipe: &Recipe) -> NodeConfig {
+    let shape = recipe.shape.clone();
+    let placement = recipe.spec.parse::<LayoutSpec>().unwrap().placement(&shape, recipe.kv).unwrap();
+    let arenas = (0..placement.ranks())
+        .map(|rank| {
+            let layout = PoolLayout::new(&shape, &placement, RankId(rank), recipe.pages).unwrap();
+            Arc::new(Arena::new(recipe.name, layout).unwrap())
+        })
+        .collect();
+    NodeConfig {
+        instance: InstanceId(recipe.name.into()),
+        incarnation: None,
+        bind: "127.0.0.1:0".parse().unwrap(),
+        descriptor: Descriptor { protocol: PROTOCOL, model: recipe.model.into(), shape, placement },
+        arenas,
+        transports: recipe.transports.clone(),
+        digest: recipe.digest,
+        inject: recipe.inject,
+        limits: recipe.limits.clone(),
+    }
+}
+
+pub fn start(recipe: &Recipe) -> Instance {
+    let config = config(recipe);
+    let (shape, placement) = (config.descriptor.shape.clone(), config.descriptor.placement.clone());
+    let arenas = config.arenas.clone();
+    Instance { node: Node::start(config).unwrap(), shape, placement, arenas }
+}
+
+/// The byte that a model would have computed.
+fn stamp(room: RoomKey, layer: LayerId, part: Part, head: u32, token: Token, byte: u64) -> u8 {
+    let mut x = room.room.0 as u64 ^ u64::from(room.attempt.0) << 50;
+    for n in [u64::from(layer.0), u64::from(part.code()), u64::from(head), token.0, byte] {
+        x = (x ^ n.wrapping_mul(0x9e37_79b9_7f4a_7c15)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        x ^= x >> 29;
+    }
+    x as u8
+}
+
+impl Instance {
+    /// The image of every rank's pool in which exactly these tokens are cached, by the definition of a placement:
+    /// row by row, head by head, with nothing of the planner.
+    fn images(&self, room: RoomKey, table: &PageTable, tokens: TokenRange) -> Vec<Vec<u8>> {
+        let mut images = Vec::new();
+        for (rank, arena) in (0..).map(RankId).zip(&self.arenas) {
+            let mut image = vec![0_u8; arena.layout().len().0 as usize];
+            for part in &self.shape.parts {
+                let layout = *self.placement.part(part.part).unwrap();
+                let class = self.placement.class(part.part, rank);
+                for layer in self.placement.layers(part, rank) {
+                    let region = arena.layout().region(layer, part.part).unwrap();
+                    for token in (tokens.start.0..tokens.end.0).map(Token) {
+                        let Some(local) = layout.tokens.local(token, class) else { continue };
+                        let row: Row = table.row(local, layout.page_size).unwrap();
+                        let mut at = region.row_offset(row).unwrap().0 as usize;
+                        let head_bytes = u64::from(part.head_elems) * layout.dtype.size().0;
+                        for head in self.placement.heads(part, rank) {
+                            for byte in 0..head_bytes {
+                                image[at] = stamp(room, layer, part.part, head, token, byte);
+                                at += 1;
+                            }
+                        }
+                    }
+                }
+            }
+            images.push(image);
+        }
+        images
+    }
+
+    /// Everything of a pool but the generation words.
+    fn contents(arena: &Arena) -> (usize, Vec<u8>) {
+        let skip = arena.layout().pages() as usize * 8;
+        let mut found = vec![0; arena.layout().len().0 as usize - skip];
+        arena.read(Bytes(skip as u64), &mut found).unwrap();
+        (skip, found)
+    }
+
+    /// Pretends to compute `tokens`, on pages that were empty.
+    pub fn compute(&self, room: RoomKey, table: &PageTable, tokens: TokenRange) {
+        for (arena, image) in self.arenas.iter().zip(self.images(room, table, tokens)) {
+            let (skip, old) = Self::contents(arena);
+            let new: Vec<_> = old.iter().zip(&image[skip..]).map(|(o, n)| o | n).collect();
+            arena.write(Bytes(skip as u64), &new).unwrap();
+        }
+    }
+
+    /// The number of bytes, over all pools, that are not as they must be when exactly these tokens are cached.
+    pub fn wrong_bytes(&self, room: RoomKey, table: &PageTable, tokens: TokenRange) -> usize {
+        let mut wrong = 0;
+        for (arena, image) in self.arenas.iter().zip(self.images(room, table, tokens)) {
+            let (skip, found) = Self::contents(arena);
+            wrong += found.iter().zip(&image[skip..]).filter(|(f, i)| f != i).count();
+        }
+        wrong
+    }
+
+    /// A table for `tokens` tokens on any rank, in an order that is not the pool's.
+    pub fn table(&self, tokens: u64) -> PageTable {
+        let pages = self.arenas[0].layout().pages();
+        let size = self.placement.parts.iter().map(|p| p.page_size).min().unwrap();
+        let needed = tokens.div_ceil(u64::from(size)) as u32;
+        assert!(needed <= pages);
+        // 37 is coprime to the number of pages.
+        PageTable((0..needed).map(|k| PageId((k * 37 + 11) % pages)).collect())
+    }
+
+    pub fn send(&self, key: RoomKey, tokens: u64) -> SourceHandle {
+        self.node.send(SourceRoom { key, table: self.table(tokens), tokens: TokenRange::new(0, tokens) })
+    }
+
+    pub fn receive(&self, key: RoomKey, tokens: u64, from: &Instance) -> ReceiveHandle {
+        self.node.receive(Receive {
+            key,
+            peer: from.node.addr(),
+            table: self.table(tokens),
+            tokens: TokenRange::new(0, tokens),
+            transport: None,
+        })
+    }
+}
+
+pub fn room(n: u128) -> RoomKey {
+    RoomKey { room: RoomId(n), attempt: Attempt(1) }
+}
+
+/// Waits, but not for ever.
+pub async fn soon<T>(what: impl Future<Output = T>) -> T {
+    within(Duration::from_secs(20), what).await
+}
+
+pub async fn within<T>(bound: Duration, what: impl Future<Output = T>) -> T {
+    tokio::time::timeout(bound, what).await.unwrap_or_else(|_| panic!("not done within {bound:?}"))
+}
+
+/// Computes and hands over a whole request, chunk by chunk; both outcomes.
+pub async fn hand_over(
+    source: &Instance,
+    target: &Instance,
+    key: RoomKey,
+    tokens: u64,
+    chunk: u64,
+) -> (Result<SourceReceipt, RoomError>, Result<Receipt, RoomError>) {
+    let sending = source.send(key, tokens);
+    let receiving = target.receive(key, tokens, source);
+    compute_and_send(source, &sending, tokens, chunk);
+    soon(async { tokio::join!(sending.outcome(), receiving.outcome()) }).await
+}
+
+/// The source's half: every chunk, then the first token.
+pub fn compute_and_send(source: &Instance, sending: &SourceHandle, tokens: u64, chunk: u64) {
+    let table = source.table(tokens);
+    let mut start = 0;
+    while start < tokens {
+        let range = TokenRange::new(start, (start + chunk).min(tokens));
+        source.compute(sending.key(), &table, range);
+        sending.chunk(range);
+        start = range.end.0;
+    }
+    sending.finish(FIRST);
+}
+
+/// Waits until nothing of any room is left.
+pub async fn quiet(instance: &Instance) {
+    soon(async {
+        while !instance.node.ledger().is_quiet() {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    })
+    .await;
+}

@@ -1,0 +1,128 @@
+//! Every byte of every target rank is the one that the coordinates ask for, and no other byte is touched.
+
+mod common;
+
+use common::*;
+use kvferry_node::{Receive, TransportKind};
+use kvferry_plan::{CacheShape, TokenRange};
+
+fn gqa() -> CacheShape {
+    CacheShape::gqa(3, 3, 8)
+}
+
+fn mla() -> CacheShape {
+    CacheShape::mla(3, 20)
+}
+
+async fn exact(shape: &CacheShape, prefill: &'static str, decode: &'static str, tokens: u64, chunk: u64) {
+    for transport in EVERY {
+        let source = start(&Recipe::new("prefill", shape, prefill, transport));
+        let target = start(&Recipe::new("decode", shape, decode, transport));
+        let key = room(u128::from(tokens) << 8 | 3);
+        let (sent, received) = hand_over(&source, &target, key, tokens, chunk).await;
+        let case = format!("{prefill} to {decode}, {tokens} tokens by {chunk}, {transport}");
+        let (sent, received) = (sent.expect(&case), received.expect(&case));
+
+        let wrong = target.wrong_bytes(key, &target.table(tokens), TokenRange::new(0, tokens));
+        assert_eq!(wrong, 0, "{case}");
+        assert_eq!(received.first, FIRST);
+        assert_eq!(received.transport, transport);
+        assert_eq!((received.bytes, sent.bytes), (received.planned_bytes, received.planned_bytes), "{case}");
+        assert!(received.copies > 0 && received.seconds > 0.0 && sent.exposed_seconds > 0.0, "{case}");
+
+        quiet(&source).await;
+        quiet(&target).await;
+        soon(async { tokio::join!(source.node.shutdown(), target.node.shutdown()) }).await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn tp3_to_tp1() {
+    exact(&gqa(), "tp=3,page=16", "tp=1,page=16", 100, 100).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn tp_that_divides_nothing() {
+    exact(&CacheShape::gqa(2, 5, 6), "tp=2,page=16", "tp=3,page=16", 70, 32).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn mla_tp2_to_dcp4() {
+    exact(&mla(), "tp=2,page=16", "tp=4,dcp=4,page=16", 257, 64).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn pages_of_64_to_pages_of_24() {
+    exact(&gqa(), "tp=1,page=64", "tp=2,page=24", 200, 48).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn one_token_leaves_three_ranks_without_any() {
+    exact(&mla(), "tp=2,page=16", "tp=4,dcp=4,page=16", 1, 1).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn chunks_that_end_inside_pages() {
+    exact(&mla(), "tp=1,page=16", "tp=4,dcp=2,interleave=8,page=4", 63, 5).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn more_ranks_than_heads() {
+    exact(&CacheShape::gqa(2, 2, 8), "tp=4,page=8", "tp=3,page=8", 33, 16).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn many_rooms_share_a_connection() {
+    let shape = gqa();
+    for transport in [TransportKind::Tcp, TransportKind::Shm] {
+        let source = start(&Recipe::new("prefill", &shape, "tp=3,page=4", transport));
+        let target = start(&Recipe::new("decode", &shape, "tp=1,page=4", transport));
+        let rooms: Vec<_> =
+            (0..20).map(|n| (source.send(room(n), 40), target.receive(room(n), 40, &source))).collect();
+        for (sending, _) in &rooms {
+            for start in (0..40).step_by(8) {
+                sending.chunk(TokenRange::new(start, start + 8));
+            }
+            sending.finish(FIRST);
+        }
+        for (sending, receiving) in &rooms {
+            soon(sending.outcome()).await.unwrap();
+            soon(receiving.outcome()).await.unwrap();
+        }
+        quiet(&source).await;
+        quiet(&target).await;
+        let ledger = target.node.ledger();
+        assert_eq!((ledger.connections, ledger.completed), (1, 20));
+        assert_eq!(source.node.ledger().completed, 20);
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_transport_that_the_target_prefers_or_asks_for() {
+    let shape = gqa();
+    let recipe = |name, transports: &[TransportKind]| Recipe {
+        transports: transports.to_vec(),
+        ..Recipe::new(name, &shape, "tp=1,page=16", TransportKind::Tcp)
+    };
+    let source = start(&recipe("prefill", &[TransportKind::Tcp, TransportKind::Shm]));
+    let target = start(&recipe("decode", &[TransportKind::Shm, TransportKind::Tcp]));
+    let receipt = hand_over(&source, &target, room(1), 20, 20).await.1.unwrap();
+    assert_eq!(receipt.transport, TransportKind::Shm);
+
+    let ask = |n, transport| {
+        target.node.receive(Receive {
+            key: room(n),
+            peer: source.node.addr(),
+            table: target.table(20),
+            tokens: TokenRange::new(0, 20),
+            transport: Some(transport),
+        })
+    };
+    let error = soon(ask(2, TransportKind::Mem).outcome()).await.unwrap_err();
+    assert!(error.to_string().contains("`mem` is not one of both; shm, tcp are"), "{error}");
+
+    let (sending, receiving) = (source.send(room(3), 20), ask(3, TransportKind::Tcp));
+    sending.chunk(TokenRange::new(0, 20));
+    sending.finish(FIRST);
+    assert_eq!(soon(receiving.outcome()).await.unwrap().transport, TransportKind::Tcp);
+}
