@@ -195,7 +195,7 @@ fn rows(arena: &Arena, unit: &Unit<'_>, side: Side) -> Vec<Vec<u8>> {
     let region = arena.region(unit.layer, unit.part).unwrap();
     unit.runs
         .iter()
-        .flat_map(|run| run.expand())
+        .flat_map(kvferry_plan::Run::expand)
         .map(|(_, src, dst)| {
             let (row, offset) = match side {
                 Side::Source => (src, unit.slice.src_offset),

@@ -165,3 +165,99 @@ pub(crate) fn decode<'b, T: Decode<'b, ()>>(bytes: &'b [u8]) -> Option<T> {
     let message = decoder.decode().ok()?;
     (decoder.position() == bytes.len()).then_some(message)
 }
+
+#[cfg(test)]
+mod tests {
+    use kvferry_plan::{Attempt, RoomId};
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn headers() -> impl Strategy<Value = Header> {
+        let key = (any::<u128>(), any::<u32>())
+            .prop_map(|(room, attempt)| RoomKey { room: RoomId(room), attempt: Attempt(attempt) });
+        let leg = (key, any::<u64>(), any::<u32>(), any::<u32>(), any::<u64>(), any::<u64>()).prop_map(
+            |(key, generation, source, target, start, end)| LegId {
+                key,
+                generation: Generation(generation),
+                source: RankId(source),
+                target: RankId(target),
+                tokens: TokenRange::new(start, end),
+            },
+        );
+        let units = (any::<u64>(), any::<u64>(), any::<u64>(), any::<Option<u64>>())
+            .prop_map(|(first, count, row, rows)| Body::Units(Units { first, count, row, rows }));
+        (leg, prop_oneof![units, any::<u64>().prop_map(Body::End)])
+            .prop_map(|(leg, body)| Header { leg, body })
+    }
+
+    proptest! {
+        /// What is sent is understood, and fits the bounds that the other side insists on.
+        #[test]
+        fn frames_come_back(header in headers(), payload in 0..=MAX_PAYLOAD) {
+            let bytes = frame(&header, payload.try_into().unwrap());
+            let (prefix, body) = bytes.split_at(8);
+            let (head, length) = frame_lens(prefix.try_into().unwrap()).unwrap();
+            prop_assert_eq!((head, u64::from(length)), (body.len(), payload));
+            prop_assert_eq!(decode::<Header>(body), Some(header));
+        }
+
+        /// Whatever comes, parsing ends in a message or nothing, and no length exceeds its bound.
+        #[test]
+        fn anything_may_come(bytes in prop::collection::vec(any::<u8>(), 0..600), prefix in any::<[u8; 8]>()) {
+            let _ = (decode::<Header>(&bytes), decode::<Hello>(&bytes), decode::<Answer>(&bytes));
+            if let Some((head, payload)) = frame_lens(prefix) {
+                prop_assert!(head <= MAX_HEADER as usize && u64::from(payload) <= MAX_PAYLOAD);
+            }
+        }
+
+        /// A damaged header is another header or none.
+        #[test]
+        fn damaged_headers(header in headers(), at in any::<prop::sample::Index>(), bits in 1_u8..) {
+            let mut bytes = encode(&header);
+            let at = at.index(bytes.len());
+            bytes[at] ^= bits;
+            prop_assert_ne!(decode::<Header>(&bytes), Some(header));
+            bytes.truncate(at);
+            prop_assert_eq!(decode::<Header>(&bytes), None);
+        }
+    }
+
+    /// A later version may add keys.
+    #[test]
+    fn unknown_keys_are_ignored() {
+        let answer = Answer { ticket: 7, refusal: Some(Refusal::Room) };
+        let mut bytes = encode(&answer);
+        // One more entry in the map, with the key 9.
+        assert_eq!(bytes[0], 0xa2);
+        bytes[0] = 0xa3;
+        bytes.extend([9, 0x65]);
+        bytes.extend(b"later");
+        assert_eq!(decode::<Answer>(&bytes), Some(answer));
+    }
+
+    /// The bytes of version 1: later code must read them.
+    #[test]
+    fn version_1_is_kept() {
+        let from = Incarnation { started_ms: 1, nonce: 2 };
+        let to = Incarnation { started_ms: 3, nonce: 4 };
+        let bytes = hello(&Hello { version: VERSION, from, to, ranks: Some(5) });
+        let hex: String = bytes.iter().map(|b| format!("{b:02x}")).collect();
+        assert_eq!(hex, "6b7666657272790111000000a4000101a200010102".to_owned() + "02a2000301040305");
+        let leg = LegId {
+            key: RoomKey { room: RoomId(0xab), attempt: Attempt(1) },
+            generation: Generation(2),
+            source: RankId(3),
+            target: RankId(4),
+            tokens: TokenRange::new(5, 6),
+        };
+        let units = Units { first: 7, count: 8, row: 9, rows: Some(10) };
+        let bytes = frame(&Header { leg, body: Body::Units(units) }, 11);
+        let hex: String = bytes.iter().map(|b| format!("{b:02x}")).collect();
+        let key = "a20050000000000000000000000000000000ab0101";
+        assert_eq!(
+            hex,
+            format!("320000000b000000a200a500{key}010202030304{}", "04a20005010601820081a4000701080209030a")
+        );
+    }
+}

@@ -8,6 +8,8 @@
 mod fds;
 mod pull;
 mod serve;
+#[cfg(test)]
+mod tests;
 
 use std::{
     fs,

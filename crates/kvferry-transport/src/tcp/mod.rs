@@ -6,6 +6,8 @@
 
 mod link;
 mod serve;
+#[cfg(test)]
+mod tests;
 
 use std::{
     net::{SocketAddr, TcpListener, TcpStream},
