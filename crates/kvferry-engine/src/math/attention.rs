@@ -13,8 +13,8 @@ use std::ops::Range;
 
 use super::Arith;
 use super::grid::{self, MAGIC, Overflow};
-use super::panels::{LANES, Panels};
-use super::simd::{Kernels, WEIGH_LANES, WEIGH_ROWS};
+use super::panels::Panels;
+use super::simd::{Kernels, WEIGH_LANES, WEIGH_ROWS, Weigh};
 
 /// Tokens whose probabilities are packed at a time.
 const TOKEN_BLOCK: usize = 128;
@@ -117,7 +117,6 @@ pub struct Scores {
     visible: Vec<usize>,
     max: Vec<f32>,
     data: Vec<f32>,
-    packed: Vec<f32>,
 }
 
 impl Scores {
@@ -259,24 +258,24 @@ impl Scores {
     }
 
     /// Feeds the weights of `rows`, packed `[tokens][rows]` block by block, to a weighing kernel.
-    fn weigh<T>(
-        &mut self,
+    fn weigh<P: Copy + From<f32>, A>(
+        &self,
         values: &ValueRows,
         rows: Range<usize>,
-        acc: &mut [T],
-        kernel: fn(usize, &[f32], &[f32], usize, &mut [T]),
+        acc: &mut [A],
+        kernel: Weigh<P, A>,
     ) {
         let r = rows.len();
         let seen = self.visible[rows.clone()].iter().copied().max().unwrap_or(0);
         assert!(seen <= values.tokens, "{seen} tokens visible of {}", values.tokens);
-        self.packed.resize(TOKEN_BLOCK * WEIGH_ROWS, 0.0);
+        let mut packed = [P::from(0.0); TOKEN_BLOCK * WEIGH_ROWS];
         for first in (0..seen).step_by(TOKEN_BLOCK) {
             let count = TOKEN_BLOCK.min(seen - first);
-            let packed = &mut self.packed[..count * r];
+            let packed = &mut packed[..count * r];
             for (lane, row) in rows.clone().enumerate() {
                 let weights = &self.data[row * self.stride + first..][..count];
                 for (slot, &weight) in packed[lane..].iter_mut().step_by(r).zip(weights) {
-                    *slot = weight;
+                    *slot = weight.into();
                 }
             }
             let values = &values.data[first * values.padded..(first + count) * values.padded];
@@ -348,5 +347,37 @@ impl AttentionSums {
             }
         }
         Overflow::of(bad)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Kernel E against kernel A on 1.1 million sums of 2,304 terms, with values of few mantissa bits: without
+    /// sticky bits nearly every product would be a tie.
+    #[test]
+    fn kernel_e_has_the_bits_of_kernel_a() {
+        let (m, tokens, d) = (48, 2304, 64);
+        let value = |i: usize, step: f32| ((i * 7919) % 2003) as f32 * step - 1001.0 * step;
+        let q: Vec<f32> = (0..m * d).map(|i| value(i, 1.0 / 4096.0)).collect();
+        let k: Vec<f32> = (0..tokens * d).map(|i| value(i + i / 64, 1.0 / 1024.0)).collect();
+        let keys = KeyPanels::from_rows(&k, d);
+        for kernels in Kernels::available() {
+            for exponent in [-34, -33, -30, -20, -12, -3] {
+                let v: Vec<f32> = (0..tokens * d).map(|i| value(i + i / 67, 2f32.powi(exponent))).collect();
+                let values = ValueRows::from_rows(&v, d, Arith::Canonical);
+                let sums = |quick| {
+                    let (mut scores, mut sums) = (Scores::new(), AttentionSums::new());
+                    scores.compute(&q, &keys, &vec![tokens; m]);
+                    let max = scores.max().to_vec();
+                    scores.sums_with(kernels, &max, &values, &mut sums, quick);
+                    assert_eq!(sums.binade.is_empty(), !quick, "the kernel meant is the one that ran");
+                    sums
+                };
+                let (a, e) = (sums(false), sums(true));
+                assert!(a.l == e.l && a.o == e.o, "{} 2^{exponent}", kernels.name);
+            }
+        }
     }
 }

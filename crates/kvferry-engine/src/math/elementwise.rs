@@ -1,6 +1,6 @@
 //! Norm, activation and residual: functions of one row.
 
-use super::simd::{Kernels, body};
+use super::simd::{Kernels, scalar};
 
 /// eˣ without the system's library: relative error below 2e-7; +0 below -87; inputs above 88 count as 88;
 /// NaN stays NaN. Scalar and SIMD give the same bits.
@@ -12,7 +12,7 @@ use super::simd::{Kernels, body};
 /// assert_eq!(exp(-100.0), 0.0);
 /// ```
 pub fn exp(x: f32) -> f32 {
-    body::exp(x)
+    scalar::exp(x)
 }
 
 /// Root-mean-square norm of each row: `out[m][n] = x[m][n] / sqrt(mean(x²) + eps) · weight[n]`.

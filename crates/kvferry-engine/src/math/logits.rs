@@ -2,7 +2,7 @@
 
 use super::elementary;
 use super::grid::WEIGHT_BITS;
-use super::simd::{Kernels, body};
+use super::simd::{Kernels, scalar};
 
 /// Index of the largest logit, the lowest on ties; `None` if there is none or any is NaN.
 ///
@@ -40,7 +40,7 @@ pub fn softmax(logits: &[f32], temperature: f32, out: &mut [f32]) -> bool {
     assert_eq!(logits.len(), out.len(), "logits and out have one length");
     let Some(max) = max_of(logits).filter(|max| max.is_finite()) else { return false };
     for (out, &x) in out.iter_mut().zip(logits) {
-        *out = body::exp((x - max) / temperature);
+        *out = scalar::exp((x - max) / temperature);
     }
     let sum: f64 = out.iter().map(|&p| f64::from(p)).sum();
     let factor = (1.0 / sum) as f32;

@@ -1,7 +1,7 @@
 //! Bringing the ranks' parts of an attention together.
 
 use super::elementary;
-use super::simd::body;
+use super::simd::scalar;
 
 /// Element-wise maximum over ranks of [`Scores::max`](super::Scores::max), in place. NaN wins, so that a rank
 /// with a score that is not finite is heard by all.
@@ -42,7 +42,7 @@ pub fn merge_lse(parts: &[(&[f32], &[f32])], dv: usize, out: &mut [f32], lse: &m
         let out = &mut out[row * dv..][..dv];
         let mut total = 0.0;
         for (part, part_lse) in parts.iter().filter(|(_, lse)| lse[row].is_finite()) {
-            let weight = body::exp(part_lse[row] - max);
+            let weight = scalar::exp(part_lse[row] - max);
             total += weight;
             for (out, value) in out.iter_mut().zip(&part[row * dv..][..dv]) {
                 *out = weight.mul_add(*value, *out);

@@ -30,11 +30,14 @@ impl Panels {
         assert!(n == 0 || (k <= stride && rows.len() >= (n - 1) * stride + k), "rows are [n][stride]");
         (self.n, self.k) = (n, k);
         self.data.resize(n.div_ceil(LANES) * k * LANES, 0.0);
+        let transpose = Kernels::best().transpose;
         for (panel, first) in self.data.chunks_exact_mut((k * LANES).max(1)).zip((0..n).step_by(LANES)) {
             let count = LANES.min(n - first);
-            if count < LANES {
-                panel.fill(0.0);
+            if count == LANES {
+                transpose(&rows[first * stride..], k, stride, panel);
+                continue;
             }
+            panel.fill(0.0);
             for lane in 0..count {
                 let row = &rows[(first + lane) * stride..][..k];
                 for (slot, &value) in panel[lane..].iter_mut().step_by(LANES).zip(row) {
@@ -76,7 +79,7 @@ impl Panels {
         let width = units.len() * unit_k;
         assert_eq!(x.len(), m * width, "x is [m][owned units * unit_k]");
         assert!(cols.end <= self.n && units.end * unit_k <= self.k, "columns or units out of range");
-        if m == 0 || cols.is_empty() {
+        if width == 0 || m == 0 || cols.is_empty() {
             return;
         }
         let tiles = m.div_ceil(kernels.rows);
@@ -87,7 +90,8 @@ impl Panels {
             let mut tile = [0.0; TILE];
             let mut panel = cols.start / LANES;
             while panel < last {
-                let np = np_max.min(last - panel);
+                let left = last - panel;
+                let np = np_max.min(1 << left.ilog2());
                 let from = (panel * LANES).max(cols.start);
                 let to = ((panel + np) * LANES).min(cols.end);
                 for t in 0..tiles {
