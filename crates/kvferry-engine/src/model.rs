@@ -140,7 +140,7 @@ impl Model {
                 )
             });
             let sha256 = scope.spawn(|| checkpoint.digest().to_owned());
-            let layers = layers(checkpoint, options, mla.as_ref());
+            let layers = layers(checkpoint, mla.as_ref());
             // A thread that panicked is a defect; it goes on here as one.
             let rope = rope.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
             let sha256 = sha256.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
@@ -172,7 +172,7 @@ impl Model {
             embedding,
             layers,
             final_norm: checkpoint.final_norm()?,
-            head: Matrix::new(config.vocab, config.hidden, head, arith),
+            head: Matrix::new(config.vocab, config.hidden, &head),
             tokenizer: checkpoint.tokenizer()?,
             chat_template: checkpoint.chat_template()?,
             config,
@@ -294,11 +294,7 @@ impl Model {
 }
 
 /// Reads and packs all layers, on all cores.
-fn layers(
-    checkpoint: &Checkpoint,
-    options: LoadOptions,
-    mla: Option<&MlaConfig>,
-) -> Result<Vec<Layer>, LoadError> {
+fn layers(checkpoint: &Checkpoint, mla: Option<&MlaConfig>) -> Result<Vec<Layer>, LoadError> {
     let count = checkpoint.config().layers;
     let next = AtomicUsize::new(0);
     let done: Mutex<Vec<(usize, Result<Layer, LoadError>)>> = Mutex::new(Vec::with_capacity(count));
@@ -311,9 +307,7 @@ fn layers(
                         break;
                     }
                     let id = LayerId(u32::try_from(layer).unwrap_or(u32::MAX));
-                    let packed = checkpoint
-                        .layer(id)
-                        .map(|tensors| pack(tensors, checkpoint.config(), options.arith, mla));
+                    let packed = checkpoint.layer(id).map(|tensors| pack(tensors, checkpoint.config(), mla));
                     done.lock().unwrap_or_else(PoisonError::into_inner).push((layer, packed));
                 }
             });
@@ -324,20 +318,20 @@ fn layers(
     done.into_iter().map(|(_, layer)| layer).collect()
 }
 
-fn pack(tensors: LayerTensors, config: &ModelConfig, arith: Arith, mla: Option<&MlaConfig>) -> Layer {
+fn pack(tensors: LayerTensors, config: &ModelConfig, mla: Option<&MlaConfig>) -> Layer {
     let (hidden, heads, dim) = (config.hidden, config.heads, config.head_dim);
-    let latent = mla.map(|mla| pack_mla(tensors.to_mla(config), mla, hidden, arith));
+    let latent = mla.map(|mla| pack_mla(tensors.to_mla(config), mla, hidden));
     let LayerTensors { attn_norm, q, k, v, q_bias, k_bias, v_bias, o, ffn_norm, gate, up, down } = tensors;
     let attention = latent.map_or_else(
         || {
             AttentionWeights::Gqa(GqaWeights {
-                q: Matrix::new(heads * dim, hidden, q, arith),
-                k: Matrix::new(config.kv_heads * dim, hidden, k, arith),
-                v: Matrix::new(config.kv_heads * dim, hidden, v, arith),
+                q: Matrix::new(heads * dim, hidden, &q),
+                k: Matrix::new(config.kv_heads * dim, hidden, &k),
+                v: Matrix::new(config.kv_heads * dim, hidden, &v),
                 q_bias,
                 k_bias,
                 v_bias,
-                o: RowParallel::new(hidden, dim, heads, o, arith),
+                o: RowParallel::new(hidden, dim, heads, &o),
             })
         },
         AttentionWeights::Mla,
@@ -361,13 +355,13 @@ fn pack(tensors: LayerTensors, config: &ModelConfig, arith: Arith, mla: Option<&
         attn_norm,
         attention,
         ffn_norm,
-        gate: Matrix::new(padded, hidden, more_rows(gate), arith),
-        up: Matrix::new(padded, hidden, more_rows(up), arith),
-        down: RowParallel::new(hidden, FFN_UNIT, units, down, arith),
+        gate: Matrix::new(padded, hidden, &more_rows(gate)),
+        up: Matrix::new(padded, hidden, &more_rows(up)),
+        down: RowParallel::new(hidden, FFN_UNIT, units, &down),
     }
 }
 
-fn pack_mla(tensors: MlaTensors, mla: &MlaConfig, hidden: usize, arith: Arith) -> MlaWeights {
+fn pack_mla(tensors: MlaTensors, mla: &MlaConfig, hidden: usize) -> MlaWeights {
     let transposed = |w: &[f32]| {
         let mut turned = vec![0.0; w.len()];
         for (i, row) in w.chunks_exact(mla.lora).enumerate() {
@@ -375,19 +369,19 @@ fn pack_mla(tensors: MlaTensors, mla: &MlaConfig, hidden: usize, arith: Arith) -
                 turned[j * mla.nope + i] = *value;
             }
         }
-        Matrix::new(mla.lora, mla.nope, turned, arith)
+        Matrix::new(mla.lora, mla.nope, &turned)
     };
     MlaWeights {
-        q: Matrix::new(mla.heads * (mla.nope + mla.rope), hidden, tensors.q, arith),
+        q: Matrix::new(mla.heads * (mla.nope + mla.rope), hidden, &tensors.q),
         q_bias: tensors.q_bias,
-        kv_a: Matrix::new(mla.lora + mla.rope, hidden, tensors.kv_a, arith),
+        kv_a: Matrix::new(mla.lora + mla.rope, hidden, &tensors.kv_a),
         kv_a_bias: tensors.kv_a_bias,
         w_uk: tensors.w_uk.chunks_exact((mla.nope * mla.lora).max(1)).map(transposed).collect(),
         w_uv: tensors
             .w_uv
             .chunks_exact(mla.v_dim * mla.lora)
-            .map(|w| Matrix::new(mla.v_dim, mla.lora, w.to_vec(), arith))
+            .map(|w| Matrix::new(mla.v_dim, mla.lora, w))
             .collect(),
-        o: RowParallel::new(hidden, mla.v_dim, mla.heads, tensors.o, arith),
+        o: RowParallel::new(hidden, mla.v_dim, mla.heads, &tensors.o),
     }
 }

@@ -182,18 +182,18 @@ impl Scores {
         assert_eq!(values.arith, Arith::Canonical, "values are loaded for canonical sums");
         into.reset(m, values.dv, values.padded);
         let value_peak = f32::from_bits(values.peak);
-        for row in 0..m {
+        for (row, &max) in max.iter().enumerate() {
             let visible = self.visible[row];
             let (seen, hidden) = self.data[row * self.stride..][..self.stride].split_at_mut(visible);
             hidden.fill(0.0);
-            if !max[row].is_finite() {
+            if !max.is_finite() {
                 // -∞: nothing to see anywhere. Else a rank met a bad score: the row is lost.
-                let lost = visible > 0 || max[row] != f32::NEG_INFINITY;
+                let lost = visible > 0 || max != f32::NEG_INFINITY;
                 into.peaks[row] = if lost { f32::NAN.to_bits() } else { 0 };
                 seen.fill(0.0);
                 continue;
             }
-            into.l[row] = (kernels.exp_grid)(seen, max[row]);
+            into.l[row] = (kernels.exp_grid)(seen, max);
             if visible > 0 {
                 into.peaks[row] = values.peak;
             }
@@ -225,13 +225,13 @@ impl Scores {
         let (dv, padded) = (values.dv, values.padded);
         assert!(out.len() == m * dv && lse.len() == m, "out is [m][dv], lse is [m]");
         let mut bad = Vec::new();
-        for row in 0..m {
+        for (row, lse) in lse.iter_mut().enumerate() {
             let (seen, hidden) =
                 self.data[row * self.stride..][..self.stride].split_at_mut(self.visible[row]);
             hidden.fill(0.0);
-            lse[row] = f32::NEG_INFINITY;
+            *lse = f32::NEG_INFINITY;
             if !seen.is_empty() {
-                lse[row] = (kernels.exp_sum)(seen, self.max[row]);
+                *lse = (kernels.exp_sum)(seen, self.max[row]);
             }
         }
         let mut acc = vec![0.0; WEIGH_ROWS * padded];

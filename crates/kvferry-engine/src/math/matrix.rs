@@ -2,18 +2,17 @@
 
 use std::ops::Range;
 
-use super::Arith;
 use super::panels::Panels;
 use super::simd::Kernels;
 
 /// The weights `w[n][k]` of a column-parallel product `x[m][k] · wᵀ`.
 ///
-/// In canonical mode each output is one fused chain over `k`, so its bits depend neither on `m` nor on the range
-/// of outputs asked for.
+/// Each output is one fused chain over `k`, so its bits depend neither on `m` nor on the range of outputs asked
+/// for. That costs nothing (outputs side by side fill the vector registers), so both modes use it.
 ///
 /// ```
-/// use kvferry_engine::math::{Arith, Matrix};
-/// let w = Matrix::new(3, 2, vec![1.0, 0.0, 0.0, 1.0, 1.0, 1.0], Arith::Canonical);
+/// use kvferry_engine::math::Matrix;
+/// let w = Matrix::new(3, 2, &[1.0, 0.0, 0.0, 1.0, 1.0, 1.0]);
 /// let mut out = [0.0; 2];
 /// w.apply(&[2.0, 5.0], 1, 1..3, &mut out);
 /// assert_eq!(out, [5.0, 7.0]);
@@ -24,10 +23,9 @@ pub struct Matrix {
 }
 
 impl Matrix {
-    /// Takes `w[n][k]`. Panics if the length is not `n * k`.
-    pub fn new(n: usize, k: usize, w: Vec<f32>, arith: Arith) -> Self {
-        let _ = arith;
-        Self { panels: Panels::new(n, k, &w) }
+    /// Packs `w[n][k]`. Panics if the length is not `n * k`.
+    pub fn new(n: usize, k: usize, w: &[f32]) -> Self {
+        Self { panels: Panels::new(n, k, w) }
     }
 
     /// Outputs.

@@ -47,3 +47,8 @@ pub enum Arith {
     /// The quickest kernels; the last bits depend on the layout.
     Fast,
 }
+
+/// The instruction set whose kernels run here: `avx512`, `avx2` or `scalar`. All give the same bits.
+pub fn instruction_set() -> &'static str {
+    simd::Kernels::best().name
+}

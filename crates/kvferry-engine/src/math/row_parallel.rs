@@ -3,6 +3,7 @@
 use std::ops::Range;
 
 use super::Arith;
+use super::elementwise::add_assign;
 use super::grid::{self, Overflow};
 use super::panels::Panels;
 use super::simd::Kernels;
@@ -12,7 +13,7 @@ use super::simd::Kernels;
 ///
 /// ```
 /// use kvferry_engine::math::{Arith, Partial, RowParallel};
-/// let w = RowParallel::new(1, 2, 3, vec![1.0; 6], Arith::Canonical);
+/// let w = RowParallel::new(1, 2, 3, &[1.0; 6]);
 /// let (mut a, mut b) = (Partial::new(Arith::Canonical, 1, 1), Partial::new(Arith::Canonical, 1, 1));
 /// w.partial(&[1.0, 2.0], 1, 0..1, &mut a);
 /// w.partial(&[3.0, 4.0, 5.0, 6.0], 1, 1..3, &mut b);
@@ -28,10 +29,9 @@ pub struct RowParallel {
 }
 
 impl RowParallel {
-    /// Takes `w[n][units * unit_k]`. Panics if the length differs.
-    pub fn new(n: usize, unit_k: usize, units: usize, w: Vec<f32>, arith: Arith) -> Self {
-        let _ = arith;
-        Self { panels: Panels::new(n, units * unit_k, &w), unit_k, units }
+    /// Packs `w[n][units * unit_k]`. Panics if the length differs.
+    pub fn new(n: usize, unit_k: usize, units: usize, w: &[f32]) -> Self {
+        Self { panels: Panels::new(n, units * unit_k, w), unit_k, units }
     }
 
     /// Outputs.
@@ -66,9 +66,7 @@ impl RowParallel {
             }
             Sums::Float(sums) => {
                 self.panels.product(kernels, x, m, 0..n, units, |row, col, values| {
-                    for (sum, value) in sums[row * n + col..][..values.len()].iter_mut().zip(values) {
-                        *sum += value;
-                    }
+                    add_assign(&mut sums[row * n + col..][..values.len()], values);
                 });
             }
         }
@@ -132,45 +130,36 @@ impl Partial {
         assert!(parts.iter().all(|p| p.n == n && p.m >= rows.end), "parts are [m][n]");
         assert_eq!(out.len(), rows.len() * n, "out is [rows][n]");
         let mut bad = Vec::new();
+        let mut sums = vec![0i64; n];
         for (at, (row, out)) in rows.zip(out.chunks_exact_mut(n.max(1))).enumerate() {
-            let mut sums = vec![0i64; n];
-            out.fill(0.0);
+            let own = row * n..(row + 1) * n;
             let mut peak = 0;
-            let mut grid = false;
+            sums.fill(0);
+            out.fill(0.0);
             for part in parts {
                 match &part.sums {
-                    Sums::Grid { sums: part, peaks } => {
-                        grid = true;
+                    Sums::Grid { sums: terms, peaks } => {
                         peak = peak.max(peaks[row]);
-                        for (sum, &term) in sums.iter_mut().zip(&part[row * n..][..n]) {
+                        for (sum, &term) in sums.iter_mut().zip(&terms[own.clone()]) {
                             *sum = sum.wrapping_add(term);
                         }
                     }
-                    Sums::Float(part) => add_assign_row(out, &part[row * n..][..n]),
+                    Sums::Float(terms) => add_assign(out, &terms[own.clone()]),
                 }
             }
-            if grid {
-                for (slot, &sum) in out.iter_mut().zip(&sums) {
-                    *slot = grid::from_grid(sum);
+            let lost = match first.sums {
+                Sums::Grid { .. } => {
+                    for (out, &sum) in out.iter_mut().zip(&sums) {
+                        *out = grid::from_grid(sum);
+                    }
+                    peak > grid::LIMIT.to_bits()
                 }
-            } else {
-                peak = out
-                    .iter()
-                    .map(|&x| grid::magnitude(x))
-                    .max()
-                    .filter(|&x| x >= grid::INFINITE)
-                    .unwrap_or(0);
-            }
-            if peak > grid::LIMIT.to_bits() {
+                Sums::Float(_) => out.iter().any(|x| !x.is_finite()),
+            };
+            if lost {
                 bad.push(at);
             }
         }
         Overflow::of(bad)
-    }
-}
-
-fn add_assign_row(out: &mut [f32], part: &[f32]) {
-    for (slot, value) in out.iter_mut().zip(part) {
-        *slot += value;
     }
 }

@@ -1,14 +1,14 @@
 //! AVX-512: a panel is one register.
 
 use std::arch::x86_64::{
-    __mmask16, _mm256_loadu_ps as load_half,
-    _mm512_add_epi64 as add_i64, _mm512_castpd_si512 as bits_f64, _mm512_cvtps_pd as widen,
-    _mm512_fmadd_pd as fma_f64, _mm512_fmadd_ps as fma_f32, _mm512_loadu_pd as load_f64,
-    _mm512_loadu_ps as load_f32, _mm512_loadu_si512 as load_i64, _mm512_maskz_loadu_ps,
-    _mm512_set1_epi64 as splat_i64, _mm512_set1_pd as splat_f64, _mm512_set1_ps as splat_f32,
-    _mm512_setzero_pd as zero_f64, _mm512_setzero_ps as zero_f32, _mm512_setzero_si512 as zero_i64,
-    _mm512_shuffle_f32x4, _mm512_shuffle_ps, _mm512_storeu_pd as store_f64, _mm512_storeu_ps as store_f32,
-    _mm512_storeu_si512 as store_i64, _mm512_sub_epi64 as sub_i64, _mm512_unpackhi_ps, _mm512_unpacklo_ps,
+    __mmask16, _mm256_loadu_ps as load_half, _mm512_add_epi64 as add_i64, _mm512_castpd_si512 as bits_f64,
+    _mm512_cvtps_pd as widen, _mm512_fmadd_pd as fma_f64, _mm512_fmadd_ps as fma_f32,
+    _mm512_loadu_pd as load_f64, _mm512_loadu_ps as load_f32, _mm512_loadu_si512 as load_i64,
+    _mm512_maskz_loadu_ps, _mm512_set1_epi64 as splat_i64, _mm512_set1_pd as splat_f64,
+    _mm512_set1_ps as splat_f32, _mm512_setzero_pd as zero_f64, _mm512_setzero_ps as zero_f32,
+    _mm512_setzero_si512 as zero_i64, _mm512_shuffle_f32x4, _mm512_shuffle_ps, _mm512_storeu_pd as store_f64,
+    _mm512_storeu_ps as store_f32, _mm512_storeu_si512 as store_i64, _mm512_sub_epi64 as sub_i64,
+    _mm512_unpackhi_ps, _mm512_unpacklo_ps,
 };
 
 use super::super::grid::MAGIC;

@@ -5,8 +5,10 @@
 //! vectorise, never reorder floating-point operations); the loops that dominate are written with intrinsics.
 
 #[cfg(target_arch = "x86_64")]
+#[allow(unsafe_code, reason = "vector intrinsics")]
 mod avx2;
 #[cfg(target_arch = "x86_64")]
+#[allow(unsafe_code, reason = "vector intrinsics")]
 mod avx512;
 pub(super) mod scalar;
 #[cfg(test)]

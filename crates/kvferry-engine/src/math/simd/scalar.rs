@@ -157,7 +157,7 @@ fn weigh_binade(r: usize, p: &[f64], v: &[f32], dv: usize, acc: &mut [f64]) {
 }
 
 fn weigh(r: usize, p: &[f32], v: &[f32], dv: usize, acc: &mut [f32]) {
-    each(r, p, v, dv, acc, |p, v, acc| p.mul_add(v, acc));
+    each(r, p, v, dv, acc, f32::mul_add);
 }
 
 #[inline(always)]

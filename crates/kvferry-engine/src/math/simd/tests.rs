@@ -27,7 +27,18 @@ fn bits(values: &[f32]) -> Vec<u32> {
 
 /// Ordinary numbers with every kind of odd one among them.
 fn odd_numbers(count: usize, scale: f32) -> Vec<f32> {
-    let odd = [0.0, -0.0, f32::NAN, f32::INFINITY, f32::NEG_INFINITY, 1e-40, -1e-40, f32::MAX, 524_287.0, 524_288.0];
+    let odd = [
+        0.0,
+        -0.0,
+        f32::NAN,
+        f32::INFINITY,
+        f32::NEG_INFINITY,
+        1e-40,
+        -1e-40,
+        f32::MAX,
+        524_287.0,
+        524_288.0,
+    ];
     let mut values: Vec<f32> = numbers(count, 5).iter().map(|x| x * scale).collect();
     for (i, odd) in odd.iter().enumerate() {
         if let Some(slot) = values.get_mut(i * 7 + 3) {

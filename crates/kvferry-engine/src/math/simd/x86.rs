@@ -243,9 +243,14 @@ pub(super) use weigh_by_rows;
 
 /// Checks what the weighing tiles rely on; the number of tokens.
 #[inline(always)]
-pub(super) fn weigh_lengths<P, A, const R: usize>(p: &[P], v: &[f32], dv: usize, end: usize, acc: &[A]) -> usize {
+pub(super) fn weigh_lengths<P, A, const R: usize>(
+    p: &[P],
+    v: &[f32],
+    dv: usize,
+    end: usize,
+    acc: &[A],
+) -> usize {
     let tokens = p.len() / R;
     assert!(end <= dv && v.len() >= tokens * dv && acc.len() >= R * dv);
     tokens
 }
-
