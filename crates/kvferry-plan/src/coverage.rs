@@ -3,10 +3,10 @@
 //! Not for bytes: whether the right bytes arrived is the digest's question.
 
 use alloc::{collections::BTreeMap, format, vec::Vec};
-use core::ops::Bound;
+use core::ops::{Bound, Range};
 
 use crate::unsupported::unsupported;
-use crate::{Axis, Blame, CacheShape, PartShape, Placement, RankId, TokenRange, Unsupported};
+use crate::{Axis, Blame, CacheShape, Part, PartShape, Placement, RankId, TokenRange, Unsupported};
 
 /// Proves that the ranks of a checked placement hold every (layer, part, head, token) of `shape`. Then two
 /// placements of one shape cover the same space.
@@ -19,23 +19,33 @@ pub(crate) fn prove(side: &str, shape: &CacheShape, placement: &Placement) -> Re
 }
 
 fn prove_part(side: &str, part: &PartShape, placement: &Placement) -> Result<(), Unsupported> {
+    part.groups().enumerate().try_for_each(|(i, group)| prove_group(side, part, placement, i, group))
+}
+
+fn prove_group(
+    side: &str,
+    part: &PartShape,
+    placement: &Placement,
+    group: usize,
+    heads: Range<u32>,
+) -> Result<(), Unsupported> {
     let classes = placement.part(part.part).map_or(0, |layout| layout.tokens.classes());
     let per_stage = placement.cp.saturating_mul(placement.tp);
     let mut held: Vec<(u32, u32, u32)> = (0..per_stage)
         .map(RankId)
-        .map(|rank| (placement.class(part.part, rank), placement.heads(part, rank)))
-        .map(|(class, heads)| (class, heads.start, heads.end))
+        .map(|rank| (placement.class(part.part, rank), placement.shares(part, rank).nth(group)))
+        .filter_map(|(class, share)| share.map(|heads| (class, heads.start, heads.end)))
         .collect();
     held.sort_unstable();
     let mut held = held.into_iter().peekable();
     for class in 0..classes {
-        let mut reached = 0;
+        let mut reached = heads.start;
         while let Some((_, start, end)) = held.next_if(|(c, ..)| *c == class) {
             if start <= reached {
                 reached = reached.max(end);
             }
         }
-        if reached < part.heads {
+        if reached < heads.end {
             return unsupported(
                 Axis::Coverage,
                 format!(
@@ -117,6 +127,36 @@ pub enum CoverageError {
         chunk: TokenRange,
         /// The chunk that it announced before.
         earlier: TokenRange,
+    },
+    /// A part comes twice, or has no tokens that could be covered.
+    #[error("source rank {source_rank} listed tokens of part `{part}`, which comes twice or has no tokens")]
+    Part {
+        /// The rank.
+        source_rank: RankId,
+        /// The part.
+        part: Part,
+    },
+    /// Another rank that holds the same has already announced some of these tokens.
+    #[error(
+        "source rank {source_rank} announced tokens {run} of part `{part}`, of which rank {other} announced some"
+    )]
+    Taken {
+        /// The rank.
+        source_rank: RankId,
+        /// The part.
+        part: Part,
+        /// What it announced.
+        run: TokenRange,
+        /// Who was first.
+        other: RankId,
+    },
+    /// The rank announced tokens of a part of which it holds nothing.
+    #[error("source rank {source_rank} announced tokens of part `{part}`, of which it holds nothing")]
+    Foreign {
+        /// The rank.
+        source_rank: RankId,
+        /// The part.
+        part: Part,
     },
     /// The instance has no such rank.
     #[error("source rank {source_rank} of an instance with {sources} ranks announced a chunk")]

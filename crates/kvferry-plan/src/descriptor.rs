@@ -8,7 +8,7 @@ use alloc::{
 use minicbor::{Decode, Encode};
 use serde::{Deserialize, Serialize};
 
-use crate::{Blame, CacheShape, LayerId, Placement};
+use crate::{Blame, CacheShape, LayerId, Placement, StateShape};
 
 /// Version of the wire protocol that this build speaks.
 pub const PROTOCOL: u32 = 1;
@@ -60,8 +60,8 @@ impl Descriptor {
     /// [`crate::Pair::new`]'s question.
     ///
     /// # Errors
-    /// The first field that differs, in the order protocol, parts, then for each part layers, heads, head size and
-    /// dtype, then model.
+    /// The first field that differs, in the order protocol, parts, then for each part layers, heads, head size,
+    /// state and dtype, then model.
     pub fn compare(&self, peer: &Self) -> Result<(), Mismatch> {
         fn same<T: PartialEq>(
             field: &str,
@@ -81,6 +81,7 @@ impl Descriptor {
             same(&format!("{part}.layers"), (&ours.layers, &theirs.layers), |l| show_layers(l))?;
             same(&format!("{part}.heads"), (&ours.heads, &theirs.heads), ToString::to_string)?;
             same(&format!("{part}.head_elems"), (&ours.head_elems, &theirs.head_elems), ToString::to_string)?;
+            same(&format!("{part}.state"), (&ours.state, &theirs.state), |s| show_state(s.as_ref()))?;
             let dtype = |d: &Self| d.placement.part(part).map(|l| l.dtype);
             same(&format!("{part}.dtype"), (&dtype(self), &dtype(peer)), |d| {
                 d.map_or_else(|| "none".into(), |d| d.to_string())
@@ -92,6 +93,12 @@ impl Descriptor {
 
 fn join<T: ToString>(items: impl Iterator<Item = T>, between: &str) -> String {
     items.map(|item| item.to_string()).collect::<Vec<_>>().join(between)
+}
+
+/// `3 rows of 32+32+32 heads`.
+fn show_state(state: Option<&StateShape>) -> String {
+    let groups = |s: &StateShape| join(s.groups.iter().take(8), "+");
+    state.map_or_else(|| "none".into(), |s| format!("{} rows of {} heads", s.window, groups(s)))
 }
 
 /// `30 layers 0-29`; of many spans only the first few, because a peer chose how many there are.

@@ -1,7 +1,7 @@
 //! The digest that both sides take over the same bytes.
 //!
 //! A unit is what one (source rank, target rank) plan moves for one (layer, part, target page, chunk), tokens in
-//! order, then heads. Its digest is XXH3-64 over these bytes in the target dtype, seeded with the unit's identity,
+//! order, then heads; of per-request state each channel group is a unit. Its digest is XXH3-64 over these bytes in the target dtype, seeded with the unit's identity,
 //! so that right bytes in the wrong place do not match.
 
 use minicbor::{Decode, Encode};
@@ -26,7 +26,9 @@ impl UnitId {
         bytes[20..24].copy_from_slice(&unit.layer.0.to_le_bytes());
         bytes[24] = unit.part.code();
         bytes[25..29].copy_from_slice(&target.0.to_le_bytes());
-        bytes[29..].copy_from_slice(&unit.first_token().0.to_le_bytes());
+        // State has no tokens: there its channel groups are told apart.
+        let first = unit.first_token().0.wrapping_add(u64::from(unit.channels));
+        bytes[29..].copy_from_slice(&first.to_le_bytes());
         Self { seed: xxh3_64(&bytes) }
     }
 

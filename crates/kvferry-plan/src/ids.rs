@@ -44,6 +44,10 @@ number! {
     PageId(u32)
 }
 number! {
+    /// A slot of one rank's pool: what holds the state of one request.
+    SlotId(u32)
+}
+number! {
     /// A key/value head of the whole model.
     HeadId(u32)
 }

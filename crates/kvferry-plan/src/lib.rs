@@ -1,6 +1,6 @@
 //! Who must move which bytes where: the one coordinate system and the one planner of kvferry.
 //!
-//! Every byte of cache content is named `(layer id, part, head, token)`. A [`Placement`] is *data* that says,
+//! Every byte of cache content is named `(layer id, part, head, token)`; per-request state has no token. A [`Placement`] is *data* that says,
 //! for a coordinate, which rank holds it and at which page and row; a [`PageTable`] says which pages of that
 //! rank's pool a request owns; a [`PoolLayout`] turns a row into a byte offset of the rank's arena. From two
 //! placements and two page tables a [`Pair`] derives the factored copy that one source rank owes one target rank.
@@ -16,9 +16,12 @@
 
 extern crate alloc;
 
+mod assembly;
+mod cover;
 mod coverage;
 mod descriptor;
 mod digest;
+mod flat;
 mod holding;
 mod ids;
 mod moves;
@@ -35,20 +38,23 @@ mod table;
 mod tokens;
 mod unsupported;
 
+pub use assembly::Assembly;
+pub use cover::{Cover, Covered};
 pub use coverage::{Accepted, Coverage, CoverageError};
 pub use descriptor::{Descriptor, Mismatch, PROTOCOL};
 pub use digest::{PartDigest, UnitId};
+pub use flat::{Flat, RowRun, coalesce};
 pub use ids::{
     Attempt, Blame, Bytes, Generation, HeadId, Incarnation, InstanceId, LayerId, PageId, RankId, RoomId,
-    RoomKey, Row, Token, TokenRange,
+    RoomKey, Row, SlotId, Token, TokenRange,
 };
 pub use moves::{Slice, StridedMove, Strides};
-pub use pair::{End, Pair};
+pub use pair::{End, Pair, Slot};
 pub use placement::{PartLayout, Placement, PlacementError, RankCoords, Replica};
 pub use plan::{Group, Plan, Unit};
 pub use pool::{PoolLayout, Region};
 pub use run::Run;
-pub use shape::{CacheShape, Dtype, Part, PartShape};
+pub use shape::{CacheShape, Dtype, Part, PartShape, StateShape};
 pub use spec::{LayerSplit, LayoutSpec, SpecError};
 pub use split::{shard, shard_replicated};
 pub use table::PageTable;

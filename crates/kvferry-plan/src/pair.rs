@@ -8,8 +8,8 @@ use crate::holding::{Holding, owned_rows};
 use crate::runs::Relation;
 use crate::unsupported::unsupported;
 use crate::{
-    Axis, Bytes, CacheShape, Group, LayerId, PageTable, PartShape, Placement, Plan, RankId, Slice,
-    TokenRange, Unsupported,
+    Axis, Bytes, CacheShape, Cover, Covered, LayerId, PageTable, Part, PartShape, Placement, Plan, RankId,
+    Replica, Run, Slice, SlotId, TokenRange, Unsupported,
 };
 
 /// One end of a plan: a rank and the pages that the request owns there.
@@ -18,9 +18,18 @@ pub struct End<'a> {
     /// The rank.
     pub rank: RankId,
     /// Its pages. An end whose rows are not wanted (a receiver does not know the sender's pages) passes
-    /// [`PageTable::identity`]; not where tokens are [`crate::TokenMap::PageSharded`], because then the page ids
-    /// say who holds what.
+    /// [`PageTable::identity`]; where tokens are [`crate::TokenMap::PageSharded`] the page ids say who holds what, and
+    /// a receiver asks [`Pair::landing`] instead.
     pub table: &'a PageTable,
+}
+
+/// One end of a state plan: a rank and the slot that the request owns there.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Slot {
+    /// The rank.
+    pub rank: RankId,
+    /// Its slot.
+    pub slot: SlotId,
 }
 
 /// Two placements that have been found to fit: what a pair of peers keeps after pairing.
@@ -89,7 +98,7 @@ impl Pair {
     #[must_use]
     pub fn target_bytes(&self, rank: RankId, tokens: TokenRange) -> Bytes {
         let mut sum = 0_u64;
-        for part in &self.shape.parts {
+        for part in self.shape.parts.iter().filter(|part| part.state.is_none()) {
             let Some(layout) = self.dst.part(part.part) else { continue };
             let class = self.dst.class(part.part, rank);
             let end = layout.tokens.owned(tokens.end, class);
@@ -99,6 +108,15 @@ impl Pair {
         Bytes(sum)
     }
 
+    /// Bytes of one request's state on target rank `rank`: what must have arrived besides [`Pair::target_bytes`].
+    #[must_use]
+    pub fn state_bytes(&self, rank: RankId) -> Bytes {
+        let part = |part: &PartShape| {
+            part.state.as_ref().map_or(0, |state| self.bytes_of(part, rank, u64::from(state.window)))
+        };
+        Bytes(self.shape.parts.iter().map(part).fold(0, u64::saturating_add))
+    }
+
     /// [`Pair::target_bytes`] for the pages in a table, whatever decides who holds them.
     ///
     /// # Errors
@@ -106,7 +124,7 @@ impl Pair {
     pub fn granted_bytes(&self, dst: End<'_>, tokens: TokenRange) -> Result<Bytes, Unsupported> {
         check_rank("target", &self.dst, dst.rank)?;
         let mut sum = 0_u64;
-        for part in &self.shape.parts {
+        for part in self.shape.parts.iter().filter(|part| part.state.is_none()) {
             let Some(holding) = Holding::of(&self.dst, part.part, dst.rank) else { continue };
             let rows = owned_rows("target", holding, dst.table, tokens)?;
             sum = sum.saturating_add(self.bytes_of(part, dst.rank, rows));
@@ -114,7 +132,8 @@ impl Pair {
         Ok(Bytes(sum))
     }
 
-    /// What source rank `src.rank` owes target rank `dst.rank` for `tokens`. When several source ranks hold the
+    /// What source rank `src.rank` owes target rank `dst.rank` for `tokens` (not the request's state, which
+    /// [`Pair::state`] has). When several source ranks hold the
     /// same bytes, each owes every n-th of its pages.
     ///
     /// The rows, their order and their grouping depend on the page ids of an end only by adding to the row
@@ -146,7 +165,121 @@ impl Pair {
     /// assert_eq!(plan.bytes().0, 64 * 1152 * 61);
     /// ```
     pub fn plan(&self, src: End<'_>, dst: End<'_>, tokens: TokenRange) -> Result<Plan, Unsupported> {
+        self.build(src.rank, dst, tokens, |relation, _, plan| {
+            relation.emit(src.table, dst.table, tokens, plan)
+        })
+    }
+
+    /// The tokens of each part that source rank `src.rank` sends of `tokens`, to whatever target: the pages that it
+    /// holds, less those whose turn is another rank's that holds the same. Under DCP the runs reach over the tokens of
+    /// other ranks, because which of the tokens in a run are its own follows from the placement.
+    ///
+    /// # Errors
+    /// As [`Pair::plan`].
+    ///
+    /// ```
+    /// use kvferry_plan::*;
+    /// let shape = CacheShape::mla(1, 576);
+    /// let target = Placement::single(&shape, 4, Dtype::Bf16);
+    /// let mut sharded = target.clone();
+    /// (sharded.tp, sharded.parts[0].tokens) = (2, TokenMap::PageSharded { ranks: 2 });
+    /// let pair = Pair::new(shape, sharded, target).unwrap();
+    /// // Logical pages 8, 3, 5 and 6: rank 0 holds the first and the last.
+    /// let table = PageTable([8, 3, 5, 6].map(PageId).into());
+    /// let cover = pair.cover(End { rank: RankId(0), table: &table }, TokenRange::new(1, 16)).unwrap();
+    /// assert_eq!(cover.of(Part::Latent), [TokenRange::new(1, 4), TokenRange::new(12, 16)]);
+    /// ```
+    pub fn cover(&self, src: End<'_>, tokens: TokenRange) -> Result<Cover, Unsupported> {
         check_rank("source", &self.src, src.rank)?;
+        let mut cover = Cover::default();
+        let mut known: Vec<(Holding, Replica)> = Vec::new();
+        for part in self.shape.parts.iter().filter(|part| part.state.is_none()) {
+            let Some(holding) = Holding::of(&self.src, part.part, src.rank) else { continue };
+            if self.src.layers(part, src.rank).is_empty() {
+                continue;
+            }
+            let dealt = (holding, self.src.replica(part, src.rank));
+            match known.iter().position(|other| *other == dealt).and_then(|i| cover.0.get_mut(i)) {
+                Some(same) => same.parts.push(part.part),
+                None => {
+                    let pages = holding.pages("source", src.table, tokens, dealt.1)?;
+                    cover.0.push(Covered::new(part.part, pages.map(|p| TokenRange::new(p.start, p.end))));
+                    known.push(dealt);
+                }
+            }
+        }
+        Ok(cover)
+    }
+
+    /// What [`Pair::plan`] says at the source, as the target sees it: the same units with the same bytes at the same
+    /// target rows, from the source's [`Pair::cover`] instead of its pages. Source rows are its local indices.
+    ///
+    /// # Errors
+    /// As [`Pair::plan`], and when the cover is not made of ascending runs within `tokens`.
+    pub fn landing(
+        &self,
+        source: RankId,
+        cover: &Cover,
+        dst: End<'_>,
+        tokens: TokenRange,
+    ) -> Result<Plan, Unsupported> {
+        if let Err(e) = cover.check(source, tokens) {
+            return unsupported(Axis::Coverage, format!("{e}"));
+        }
+        self.build(source, dst, tokens, |relation, part, plan| {
+            relation.land(cover.of(part), dst.table, tokens, plan)
+        })
+    }
+
+    /// What source rank `src.rank` owes target rank `dst.rank` of a request's state. When several source ranks hold
+    /// the same state, each owes every n-th layer.
+    ///
+    /// # Errors
+    /// When a rank does not exist. Whether a slot does is the pools' question.
+    ///
+    /// ```
+    /// use kvferry_plan::*;
+    /// let shape = CacheShape { parts: CacheShape::kda([LayerId(0)].into(), 8, 16, 4).into() };
+    /// let whole = Placement::single(&shape, 16, Dtype::Bf16);
+    /// let mut tp2 = whole.clone();
+    /// tp2.tp = 2;
+    /// let pair = Pair::new(shape, whole, tp2).unwrap();
+    /// let plan = pair.state(Slot { rank: RankId(0), slot: SlotId(5) }, Slot { rank: RankId(1), slot: SlotId(2) });
+    /// // The second halves of q, k and v, three rows each; and half of the recurrent heads.
+    /// let conv: Vec<_> = plan.unwrap().units().map(|u| (u.slice.src_offset.0, u.slice.dst_offset.0, u.rows())).collect();
+    /// assert_eq!(conv, [(128, 0, 3), (384, 128, 3), (640, 256, 3), (2048, 0, 1)]);
+    /// ```
+    pub fn state(&self, src: Slot, dst: Slot) -> Result<Plan, Unsupported> {
+        check_rank("source", &self.src, src.rank)?;
+        check_rank("target", &self.dst, dst.rank)?;
+        let mut plan = Plan::default();
+        for part in &self.shape.parts {
+            let Some(state) = &part.state else { continue };
+            let deal = self.src.replica(part, src.rank);
+            let mine = |i: usize| i as u64 % u64::from(deal.count) == u64::from(deal.index);
+            let turn = |layer: &LayerId| part.layers.binary_search(layer).is_ok_and(mine);
+            let mut layers = self.layers(part, src.rank, dst.rank);
+            layers.retain(turn);
+            let before = plan.groups.len();
+            let (run, cut) = (plan.runs.len(), plan.cuts.len());
+            plan.push(part.part, &layers, self.slices(part, src.rank, dst.rank), run..run + 1, cut..cut + 1);
+            if plan.groups.len() > before {
+                plan.runs.push(Run::slot(src.slot, dst.slot, state.window));
+                plan.cuts.push(run..run + 1);
+            }
+        }
+        Ok(plan)
+    }
+
+    /// The plan whose runs for parts with one relation are what `emit` appends.
+    fn build(
+        &self,
+        src: RankId,
+        dst: End<'_>,
+        tokens: TokenRange,
+        emit: impl Fn(&Relation, Part, &mut Plan) -> Result<(), Unsupported>,
+    ) -> Result<Plan, Unsupported> {
+        check_rank("source", &self.src, src)?;
         check_rank("target", &self.dst, dst.rank)?;
         let mut plan = Plan::default();
         // Parts that move the same rows, as keys and values do, share their runs.
@@ -154,48 +287,67 @@ impl Pair {
         if tokens.is_empty() {
             return Ok(plan);
         }
-        for part in &self.shape.parts {
-            let Some((layers, slice)) = self.overlap(part, src.rank, dst.rank) else { continue };
+        for part in self.shape.parts.iter().filter(|part| part.state.is_none()) {
+            let layers = self.layers(part, src, dst.rank);
+            let slices: Vec<_> = self.slices(part, src, dst.rank).collect();
             let (Some(from), Some(to)) =
-                (Holding::of(&self.src, part.part, src.rank), Holding::of(&self.dst, part.part, dst.rank))
+                (Holding::of(&self.src, part.part, src), Holding::of(&self.dst, part.part, dst.rank))
             else {
                 continue;
             };
-            let relation = Relation { src: from, dst: to, deal: self.src.replica(part, src.rank) };
+            if layers.is_empty() || slices.is_empty() {
+                continue;
+            }
+            let relation = Relation { src: from, dst: to, deal: self.src.replica(part, src) };
             let (runs, cuts) = match shared.iter().find(|(known, ..)| *known == relation) {
                 Some((_, runs, cuts)) => (runs.clone(), cuts.clone()),
                 None => {
                     let (run, cut) = (plan.runs.len(), plan.cuts.len());
-                    relation.emit(src.table, dst.table, tokens, &mut plan.runs, &mut plan.cuts)?;
+                    emit(&relation, part.part, &mut plan)?;
                     let (runs, cuts) = (run..plan.runs.len(), cut..plan.cuts.len());
                     shared.push((relation, runs.clone(), cuts.clone()));
                     (runs, cuts)
                 }
             };
             if !runs.is_empty() {
-                plan.groups.push(Group { part: part.part, layers, slice, runs, cuts });
+                plan.push(part.part, &layers, slices.into_iter(), runs, cuts);
             }
         }
         Ok(plan)
     }
 
-    /// Layers and bytes of a row that both ranks hold.
-    fn overlap(&self, part: &PartShape, src: RankId, dst: RankId) -> Option<(Vec<LayerId>, Slice)> {
-        let (s, d) = (self.src.heads(part, src), self.dst.heads(part, dst));
-        let heads = s.start.max(d.start)..s.end.min(d.end);
-        if heads.is_empty() {
-            return None;
-        }
+    /// Layers that both ranks hold, ascending.
+    fn layers(&self, part: &PartShape, src: RankId, dst: RankId) -> Vec<LayerId> {
         let held = self.dst.layers(part, dst);
         let mut layers = self.src.layers(part, src);
         layers.retain(|layer| held.binary_search(layer).is_ok());
-        let head = u64::from(part.head_elems) * self.src.part(part.part)?.dtype.size().0;
-        let slice = Slice {
-            src_offset: Bytes(u64::from(heads.start - s.start) * head),
-            dst_offset: Bytes(u64::from(heads.start - d.start) * head),
-            len: Bytes(heads.len() as u64 * head),
-        };
-        (!layers.is_empty()).then_some((layers, slice))
+        layers
+    }
+
+    /// Bytes of a row that both ranks hold, for each group of heads of which they hold some in common.
+    fn slices<'a>(
+        &'a self,
+        part: &'a PartShape,
+        src: RankId,
+        dst: RankId,
+    ) -> impl Iterator<Item = (u32, Slice)> + 'a {
+        let dtype = self.src.part(part.part).map_or(0, |layout| layout.dtype.size().0);
+        let head = u64::from(part.head_elems).saturating_mul(dtype);
+        // Where the groups begin in a row of each rank.
+        let (mut src_at, mut dst_at) = (0, 0);
+        let shares = self.src.shares(part, src).zip(self.dst.shares(part, dst));
+        (0..).zip(shares).filter_map(move |(group, (s, d))| {
+            let (src_group, dst_group) = (src_at, dst_at);
+            src_at += s.len() as u64 * head;
+            dst_at += d.len() as u64 * head;
+            let heads = s.start.max(d.start)..s.end.min(d.end);
+            let slice = |heads: Range<u32>| Slice {
+                src_offset: Bytes(src_group + u64::from(heads.start - s.start) * head),
+                dst_offset: Bytes(dst_group + u64::from(heads.start - d.start) * head),
+                len: Bytes(heads.len() as u64 * head),
+            };
+            (!heads.is_empty()).then(|| (group, slice(heads)))
+        })
     }
 
     /// Bytes of `rows` rows of a part in all the layers of a target rank.

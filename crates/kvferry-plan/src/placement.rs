@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::split::same_heads;
 use crate::{
-    Blame, Bytes, CacheShape, Dtype, LayerId, PageId, Part, PartShape, RankId, Row, TokenMap,
+    Blame, Bytes, CacheShape, Dtype, LayerId, PageId, Part, PartShape, RankId, Row, TokenMap, shard,
     shard_replicated,
 };
 
@@ -26,7 +26,7 @@ pub struct PartLayout {
     /// Who holds which token.
     #[n(1)]
     pub tokens: TokenMap,
-    /// Rows of one page of one rank's pool.
+    /// Rows of one page of one rank's pool; of per-request state the rows of one slot, its window.
     #[n(2)]
     pub page_size: u32,
     /// Element type in the pool.
@@ -103,7 +103,12 @@ impl Placement {
         let parts = shape
             .parts
             .iter()
-            .map(|p| PartLayout { part: p.part, tokens: TokenMap::Dense, page_size, dtype })
+            .map(|p| PartLayout {
+                part: p.part,
+                tokens: TokenMap::Dense,
+                page_size: p.state.as_ref().map_or(page_size, |state| state.window),
+                dtype,
+            })
             .collect();
         Self { stages: [layers].into(), cp: 1, tp: 1, parts }
     }
@@ -144,11 +149,42 @@ impl Placement {
     }
 
     /// The heads of `part` that `rank` holds. With DCP, consecutive ranks of one head group hold the same heads.
+    /// Of state with several channel groups these are the first group's; [`Placement::shares`] has all.
     #[must_use]
     pub fn heads(&self, shape: &PartShape, rank: RankId) -> Range<u32> {
-        let (Some(at), Some(layout)) = (self.coords(rank), self.part(shape.part)) else { return 0..0 };
-        let dealt = layout.tokens.dealt_in_tp();
-        shard_replicated(shape.heads, self.tp / dealt, at.tp / dealt)
+        self.shares(shape, rank).next().unwrap_or(0..0)
+    }
+
+    /// The heads of each group of `part` that `rank` holds, in the order in which they lie in its rows. There is one
+    /// group, except for per-request state. State heads are dealt like work: with more ranks than heads some hold none.
+    ///
+    /// ```
+    /// use kvferry_plan::{CacheShape, Dtype, LayerId, Placement, RankId};
+    /// let shape = CacheShape { parts: CacheShape::kda([LayerId(0)].into(), 8, 16, 4).into() };
+    /// let mut tp2 = Placement::single(&shape, 16, Dtype::Bf16);
+    /// tp2.tp = 2;
+    /// // The second halves of q, k and v.
+    /// assert!(tp2.shares(&shape.parts[0], RankId(1)).eq([4..8, 12..16, 20..24]));
+    /// ```
+    pub fn shares<'a>(
+        &self,
+        shape: &'a PartShape,
+        rank: RankId,
+    ) -> impl Iterator<Item = Range<u32>> + use<'a> {
+        let held = self.coords(rank).zip(self.part(shape.part)).map(|(at, layout)| {
+            let dealt = layout.tokens.dealt_in_tp();
+            (self.tp / dealt, at.tp / dealt)
+        });
+        shape.groups().map(move |group| {
+            let heads = group.end - group.start;
+            let own = match (&shape.state, held) {
+                (_, None) => 0..0,
+                (None, Some((n, r))) => shard_replicated(heads, n, r),
+                (Some(state), Some(_)) if state.groups.is_empty() => 0..heads,
+                (Some(_), Some((n, r))) => shard(heads, n, r),
+            };
+            group.start + own.start..group.start + own.end
+        })
     }
 
     /// The token class of `rank` for `part`: its DCP rank, its shard rank, or 0.
@@ -167,7 +203,7 @@ impl Placement {
     #[must_use]
     pub fn row_bytes(&self, shape: &PartShape, rank: RankId) -> Bytes {
         let Some(layout) = self.part(shape.part) else { return Bytes(0) };
-        let heads = self.heads(shape, rank).len() as u64;
+        let heads: u64 = self.shares(shape, rank).map(|share| share.len() as u64).sum();
         Bytes(heads.saturating_mul(u64::from(shape.head_elems)).saturating_mul(layout.dtype.size().0))
     }
 
@@ -186,6 +222,10 @@ impl Placement {
         let (Some(at), Some(layout)) = (self.coords(rank), self.part(shape.part)) else {
             return Replica { index: 0, count: 1 };
         };
+        if let Some(state) = &shape.state {
+            let (index, count) = if state.groups.is_empty() { (at.tp, self.tp) } else { (0, 1) };
+            return Replica { index: at.cp * count + index, count: self.cp * count };
+        }
         let dealt = layout.tokens.dealt_in_tp();
         let group = at.tp / dealt;
         let groups = same_heads(shape.heads, self.tp / dealt, group);
@@ -225,14 +265,22 @@ impl Placement {
         }
         for part in &shape.parts {
             match self.part(part.part) {
-                Some(layout) => self.check_part(layout)?,
+                Some(layout) => self.check_part(part, layout)?,
                 None => return fail(format!("the layout says nothing about the part `{}`", part.part)),
             }
         }
         self.check_stages(shape)
     }
 
-    fn check_part(&self, layout: &PartLayout) -> Result<(), PlacementError> {
+    fn check_part(&self, shape: &PartShape, layout: &PartLayout) -> Result<(), PlacementError> {
+        if let Some(state) = &shape.state
+            && (layout.tokens, layout.page_size) != (TokenMap::Dense, state.window)
+        {
+            return fail(format!(
+                "part `{}` is per-request state: its tokens are dense and its page size is its window, {}",
+                shape.part, state.window
+            ));
+        }
         if !(1..=MAX_PAGE).contains(&layout.page_size) {
             return fail(format!("page size {} is not in 1..={MAX_PAGE}", layout.page_size));
         }

@@ -17,11 +17,13 @@ pub struct Plan {
     pub(crate) cuts: Vec<Range<usize>>,
 }
 
-/// The layers of one part; all of them move the same rows.
+/// The layers of one part (of state: of one channel group of a part); all of them move the same rows.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Group {
     /// The part.
     pub part: Part,
+    /// Of per-request state the channel group; 0 for everything else.
+    pub channels: u32,
     /// Layers that both ranks hold, ascending.
     pub layers: Vec<LayerId>,
     /// Bytes of each row.
@@ -66,6 +68,7 @@ impl Plan {
                 cuts.iter().map(move |cut| Unit {
                     layer,
                     part: group.part,
+                    channels: group.channels,
                     runs: self.runs.get(cut.clone()).unwrap_or_default(),
                     slice: group.slice,
                 })
@@ -89,6 +92,7 @@ impl Plan {
                 return Some(Unit {
                     layer: *group.layers.get(index / pages)?,
                     part: group.part,
+                    channels: group.channels,
                     runs: self.runs.get(cut.clone())?,
                     slice: group.slice,
                 });
@@ -114,6 +118,28 @@ impl Plan {
         self.groups.iter().map(group).fold(0, u64::saturating_add)
     }
 
+    /// Appends a group for each slice, if there is a layer that moves it.
+    pub(crate) fn push(
+        &mut self,
+        part: Part,
+        layers: &[LayerId],
+        slices: impl Iterator<Item = (u32, Slice)>,
+        runs: Range<usize>,
+        cuts: Range<usize>,
+    ) {
+        if layers.is_empty() {
+            return;
+        }
+        self.groups.extend(slices.map(|(channels, slice)| Group {
+            part,
+            channels,
+            layers: layers.to_vec(),
+            slice,
+            runs: runs.clone(),
+            cuts: cuts.clone(),
+        }));
+    }
+
     /// True when the pair of ranks has nothing to move for the range.
     #[must_use]
     pub fn is_empty(&self) -> bool {
@@ -121,13 +147,16 @@ impl Plan {
     }
 }
 
-/// All that a plan moves for one (layer, part, target page): the unit of digests and of frames.
+/// All that a plan moves for one (layer, part, target page), or of state for one (layer, part, channel group, slot):
+/// the unit of digests and of frames.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Unit<'a> {
     /// The layer.
     pub layer: LayerId,
     /// The part.
     pub part: Part,
+    /// Of per-request state the channel group; 0 for everything else.
+    pub channels: u32,
     /// Its runs, in token order.
     pub runs: &'a [Run],
     /// Bytes of each row.
@@ -135,7 +164,7 @@ pub struct Unit<'a> {
 }
 
 impl Unit<'_> {
-    /// First token of the unit.
+    /// First token of the unit; 0 for state, which has none.
     #[must_use]
     pub fn first_token(&self) -> Token {
         self.runs.first().map_or(Token(0), |r| r.token)

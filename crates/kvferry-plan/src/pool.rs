@@ -2,12 +2,12 @@
 
 use alloc::{format, vec::Vec};
 
-use crate::{Bytes, CacheShape, LayerId, PageId, Part, Placement, PlacementError, RankId, Row};
+use crate::{Bytes, CacheShape, LayerId, PageId, Part, Placement, PlacementError, RankId, Row, SlotId};
 
 /// Regions start on a page of the operating system.
 const ALIGN: u64 = 4096;
 
-/// The rows of one layer and part: `[pages, page_size, row bytes]`.
+/// The rows of one layer and part: `[pages, page_size, row bytes]`, or `[slots, window, row bytes]` of state.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Region {
     /// The layer.
@@ -18,7 +18,7 @@ pub struct Region {
     pub offset: Bytes,
     /// Bytes of one row.
     pub row_bytes: Bytes,
-    /// Number of rows, `pages * page_size`.
+    /// Number of rows: `pages * page_size`, or `slots * window`.
     pub rows: u64,
 }
 
@@ -31,22 +31,23 @@ impl Region {
     }
 }
 
-/// The layout of one rank's arena: one generation word per page, then one region per (layer, part).
+/// The layout of one rank's arena: one generation word per page and then per slot, then one region per (layer, part).
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PoolLayout {
     pages: u32,
+    slots: u32,
     regions: Vec<Region>,
     len: Bytes,
 }
 
 impl PoolLayout {
-    /// The pool of `rank` with `pages` pages.
+    /// The pool of `rank` with `pages` pages and no slots: for models without per-request state.
     ///
     /// # Errors
     /// When the placement does not describe the shape, has no such rank, or the sizes overflow.
     ///
     /// ```
-    /// use kvferry_plan::{CacheShape, Dtype, LayerId, Part, Placement, PoolLayout, RankId, Row};
+    /// use kvferry_plan::{CacheShape, Dtype, LayerId, Part, Placement, PoolLayout, RankId, Row, SlotId};
     /// let shape = CacheShape::mla(2, 576);
     /// let place = Placement::single(&shape, 16, Dtype::Bf16);
     /// let pool = PoolLayout::new(&shape, &place, RankId(0), 8).unwrap();
@@ -61,18 +62,36 @@ impl PoolLayout {
         rank: RankId,
         pages: u32,
     ) -> Result<Self, PlacementError> {
+        Self::with_slots(shape, placement, rank, pages, 0)
+    }
+
+    /// The pool of `rank` with `pages` pages and `slots` slots for the state of as many requests.
+    ///
+    /// # Errors
+    /// As [`PoolLayout::new`].
+    pub fn with_slots(
+        shape: &CacheShape,
+        placement: &Placement,
+        rank: RankId,
+        pages: u32,
+        slots: u32,
+    ) -> Result<Self, PlacementError> {
         placement.check(shape)?;
         if rank.0 >= placement.ranks() {
             return Err(PlacementError(format!("rank {rank} of a layout with {} ranks", placement.ranks())));
         }
         let too_large = || PlacementError("the pool is larger than an address space".into());
         let align = |n: u64| n.checked_next_multiple_of(ALIGN).ok_or_else(too_large);
-        let mut at = align(u64::from(pages) * 8)?;
+        let mut at = align((u64::from(pages) + u64::from(slots)) * 8)?;
         let mut regions = Vec::new();
         for part in &shape.parts {
             let Some(layout) = placement.part(part.part) else { continue };
             let row_bytes = placement.row_bytes(part, rank);
-            let rows = u64::from(pages) * u64::from(layout.page_size);
+            if row_bytes.0 == 0 {
+                continue;
+            }
+            let units = if part.state.is_some() { slots } else { pages };
+            let rows = u64::from(units) * u64::from(layout.page_size);
             let bytes = rows.checked_mul(row_bytes.0).ok_or_else(too_large)?;
             for layer in placement.layers(part, rank) {
                 regions.push(Region { layer, part: part.part, offset: Bytes(at), row_bytes, rows });
@@ -80,13 +99,19 @@ impl PoolLayout {
             }
         }
         regions.sort_unstable_by_key(|r| (r.layer, r.part));
-        Ok(Self { pages, regions, len: Bytes(at) })
+        Ok(Self { pages, slots, regions, len: Bytes(at) })
     }
 
     /// Pages of the pool.
     #[must_use]
     pub fn pages(&self) -> u32 {
         self.pages
+    }
+
+    /// State slots of the pool.
+    #[must_use]
+    pub fn slots(&self) -> u32 {
+        self.slots
     }
 
     /// Bytes of the arena.
@@ -105,6 +130,12 @@ impl PoolLayout {
     #[must_use]
     pub fn generation_offset(&self, page: PageId) -> Option<Bytes> {
         (page.0 < self.pages).then(|| Bytes(u64::from(page.0) * 8))
+    }
+
+    /// Offset of the generation word (u64, native endian) of `slot`.
+    #[must_use]
+    pub fn slot_generation_offset(&self, slot: SlotId) -> Option<Bytes> {
+        (slot.0 < self.slots).then(|| Bytes((u64::from(self.pages) + u64::from(slot.0)) * 8))
     }
 
     /// The region of a layer and part, if this rank holds it.

@@ -1,6 +1,6 @@
 //! Runs of rows: what a plan is made of.
 
-use crate::{Row, Token};
+use crate::{Row, SlotId, Token};
 
 /// Rows to copy, in token order: `blocks` blocks of `block` consecutive tokens. Block `b`, row `i` is token
 /// `token + b * token_step + i`, source row `src_row + b * src_step + i` and target row
@@ -27,6 +27,21 @@ pub struct Run {
 }
 
 impl Run {
+    /// The rows of a state slot. State has no tokens; its rows are numbered instead.
+    pub(crate) fn slot(src: SlotId, dst: SlotId, window: u32) -> Self {
+        let window = u64::from(window);
+        Self {
+            token: Token(0),
+            token_step: 0,
+            src_row: Row(u64::from(src.0) * window),
+            src_step: 0,
+            dst_row: Row(u64::from(dst.0) * window),
+            dst_step: 0,
+            block: window,
+            blocks: 1,
+        }
+    }
+
     /// Rows of the run.
     #[must_use]
     pub fn rows(&self) -> u64 {

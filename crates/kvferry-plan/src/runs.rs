@@ -7,9 +7,9 @@
 use alloc::{format, vec::Vec};
 use core::ops::Range;
 
-use crate::holding::Holding;
+use crate::holding::{Extent, Holding};
 use crate::unsupported::unsupported;
-use crate::{Axis, PageTable, Replica, Row, Run, Token, TokenRange, Unsupported};
+use crate::{Axis, PageTable, Plan, Replica, Row, Run, Token, TokenRange, Unsupported};
 
 /// Blocks that a plan may visit one by one, which only two different interleaves make it do.
 const MAX_BLOCKS: u64 = 1 << 20;
@@ -24,23 +24,49 @@ pub(crate) struct Relation {
 }
 
 impl Relation {
-    /// Appends the runs for `tokens`, and for each target page that has some a cut: their index range.
+    /// Appends the runs for `tokens` to `plan`, and for each target page that has some a cut: their index range.
     pub(crate) fn emit(
         &self,
         src_table: &PageTable,
         dst_table: &PageTable,
         tokens: TokenRange,
-        runs: &mut Vec<Run>,
-        cuts: &mut Vec<Range<usize>>,
+        plan: &mut Plan,
     ) -> Result<(), Unsupported> {
-        let mut sources = self.src.pages("source", src_table, tokens, self.deal)?;
+        let sources = self.src.pages("source", src_table, tokens, self.deal)?;
+        let expected = sources.left() / (self.deal.count as usize).max(1);
+        self.meet(sources, expected, dst_table, tokens, plan)
+    }
+
+    /// [`Relation::emit`] for a receiver, which knows what tokens a source covers and nothing about its pages: source
+    /// rows come out as the source's local indices.
+    pub(crate) fn land(
+        &self,
+        covered: &[TokenRange],
+        dst_table: &PageTable,
+        tokens: TokenRange,
+        plan: &mut Plan,
+    ) -> Result<(), Unsupported> {
+        let extent = |run: &TokenRange| Extent { start: run.start.0, end: run.end.0, shift: 0 };
+        self.meet(covered.iter().map(extent), covered.len(), dst_table, tokens, plan)
+    }
+
+    /// `sources` are the source's pages, in token order and disjoint; about `expected` of them.
+    fn meet(
+        &self,
+        mut sources: impl Iterator<Item = Extent>,
+        expected: usize,
+        dst_table: &PageTable,
+        tokens: TokenRange,
+        plan: &mut Plan,
+    ) -> Result<(), Unsupported> {
+        let (runs, cuts) = (&mut plan.runs, &mut plan.cuts);
         let targets = self.dst.pages("target", dst_table, tokens, Replica { index: 0, count: 1 })?;
         let pattern = Pattern::of(self.src, self.dst);
         if matches!(pattern, Pattern::Never) {
             return Ok(());
         }
         cuts.reserve(targets.left());
-        runs.reserve(targets.left().max(sources.left() / (self.deal.count as usize).max(1)));
+        runs.reserve(targets.left().max(expected));
         let mut budget = MAX_BLOCKS;
         let mut source = sources.next();
         for target in targets {

@@ -7,7 +7,7 @@ use alloc::{
 };
 use core::{fmt, str::FromStr};
 
-use crate::{Blame, CacheShape, Dtype, LayerId, Part, PartLayout, Placement, TokenMap};
+use crate::{Blame, CacheShape, Dtype, LayerId, Part, PartLayout, PartShape, Placement, TokenMap};
 
 /// How layers are dealt to pipeline stages.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -210,7 +210,7 @@ impl LayoutSpec {
         layers.sort_unstable();
         layers.dedup();
         let dtype = self.kv.unwrap_or(kv);
-        let latent = shape.part(Part::Latent).is_some();
+        let latent = shape.parts.iter().any(|p| p.part.is_latent());
         let tokens = if self.shard {
             let ranks = if self.cp > 1 { self.cp } else { self.tp };
             if self.cp == 1 && !latent {
@@ -228,14 +228,33 @@ impl LayoutSpec {
             stages: self.stages(&layers)?,
             cp: self.cp,
             tp: self.tp,
-            parts: shape
-                .parts
-                .iter()
-                .map(|p| PartLayout { part: p.part, tokens, page_size: self.page, dtype })
-                .collect(),
+            parts: shape.parts.iter().map(|p| self.part(p, tokens, dtype)).collect(),
         };
         placement.check(shape).map_err(|e| SpecError(e.to_string()))?;
         Ok(placement)
+    }
+
+    /// The layout of one part where rows of tokens are dealt by `tokens`.
+    fn part(&self, shape: &PartShape, tokens: TokenMap, dtype: Dtype) -> PartLayout {
+        let part = shape.part;
+        match &shape.state {
+            // Recurrent state accumulates, so it is kept in f32; convolution state is never narrower than bf16.
+            Some(state) => PartLayout {
+                part,
+                tokens: TokenMap::Dense,
+                page_size: state.window,
+                dtype: match (part, dtype) {
+                    (Part::Recurrent, _) | (_, Dtype::F32) => Dtype::F32,
+                    _ => Dtype::Bf16,
+                },
+            },
+            // Drafts are whole on every DCP rank, on pages of as many tokens as the ranks' pages hold together.
+            None if part.is_draft() && matches!(tokens, TokenMap::Interleaved { .. }) => {
+                let page_size = self.page.saturating_mul(self.dcp);
+                PartLayout { part, tokens: TokenMap::Dense, page_size, dtype }
+            }
+            None => PartLayout { part, tokens, page_size: self.page, dtype },
+        }
     }
 
     fn stages(&self, layers: &[LayerId]) -> Result<Vec<Vec<LayerId>>, SpecError> {

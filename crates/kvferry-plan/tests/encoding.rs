@@ -140,7 +140,7 @@ prop_compose! {
         let parts_of = shapes.into_iter().zip([Part::Latent, Part::Key, Part::Value]);
         let shape = CacheShape {
             parts: parts_of
-                .map(|((layers, heads, head_elems), part)| PartShape { part, layers, heads, head_elems })
+                .map(|((layers, heads, head_elems), part)| PartShape { part, layers, heads, head_elems, state: None })
                 .collect(),
         };
         Descriptor { protocol, model, shape, placement: Placement { stages, cp, tp, parts } }

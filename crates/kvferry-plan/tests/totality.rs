@@ -75,8 +75,10 @@ fn wild_placement(shape: &CacheShape) -> BoxedStrategy<Placement> {
 fn wild_shape() -> impl Strategy<Value = CacheShape> {
     let part = prop::sample::select(vec![Part::Latent, Part::Key, Part::Value]);
     let layers = prop::collection::vec(small(u32::MAX).prop_map(LayerId), 0..4);
-    let parts = (part, layers, small(u32::MAX), small(u32::MAX))
-        .prop_map(|(part, layers, heads, head_elems)| PartShape { part, layers, heads, head_elems });
+    let parts =
+        (part, layers, small(u32::MAX), small(u32::MAX)).prop_map(|(part, layers, heads, head_elems)| {
+            PartShape { part, layers, heads, head_elems, state: None }
+        });
     prop_oneof![
         3 => Just(CacheShape::mla(3, 576)),
         3 => (1..9_u32).prop_map(|heads| CacheShape::gqa(3, heads, 128)),

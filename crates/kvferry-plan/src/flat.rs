@@ -1,0 +1,107 @@
+//! A plan without its strides: what transports that know only contiguous pieces are given, and what such a plan costs.
+
+use crate::{Bytes, Group, Plan, PoolLayout, Row, Run, StridedMove};
+
+/// Consecutive rows that stay consecutive: `rows` rows from `src` on go to `dst` and on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RowRun {
+    /// First source row.
+    pub src: Row,
+    /// First target row.
+    pub dst: Row,
+    /// Number of rows.
+    pub rows: u64,
+}
+
+/// A contiguous piece between two arenas.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Flat {
+    /// Offset in the source's arena.
+    pub src: Bytes,
+    /// Offset in the target's arena.
+    pub dst: Bytes,
+    /// Length.
+    pub len: Bytes,
+}
+
+/// Joins runs of rows that continue one another on both sides, in the order in which they come. Numbers that 64 bits
+/// cannot count never continue anything.
+///
+/// ```
+/// use kvferry_plan::{Row, RowRun, coalesce};
+/// let row = |(src, dst)| RowRun { src: Row(src), dst: Row(dst), rows: 1 };
+/// let joined: Vec<_> = coalesce([(0, 4), (1, 5), (9, 6), (10, 7)].map(row)).collect();
+/// assert_eq!(joined, [RowRun { src: Row(0), dst: Row(4), rows: 2 }, RowRun { src: Row(9), dst: Row(6), rows: 2 }]);
+/// ```
+pub fn coalesce(runs: impl IntoIterator<Item = RowRun>) -> impl Iterator<Item = RowRun> {
+    let pieces = runs.into_iter().map(|run| (run.src.0, run.dst.0, run.rows));
+    join(pieces).map(|(src, dst, rows)| RowRun { src: Row(src), dst: Row(dst), rows })
+}
+
+/// Joins (source, target, length) triples that continue one another.
+fn join(pieces: impl Iterator<Item = (u64, u64, u64)>) -> impl Iterator<Item = (u64, u64, u64)> {
+    let mut pieces = pieces.peekable();
+    core::iter::from_fn(move || {
+        let (src, dst, mut len) = pieces.next()?;
+        let follows = |len: u64, next: &(u64, u64, u64)| {
+            src.checked_add(len) == Some(next.0) && dst.checked_add(len) == Some(next.1)
+        };
+        while let Some((.., more)) = pieces.next_if(|next| follows(len, next)) {
+            len = len.saturating_add(more);
+        }
+        Some((src, dst, len))
+    })
+}
+
+impl Plan {
+    /// The rows of a group, as few and as long consecutive runs as there are. Without strides a DCP relayout is one
+    /// run per row.
+    pub fn row_runs(&self, group: &Group) -> impl Iterator<Item = RowRun> + '_ {
+        let blocks = |run: &Run| {
+            let run = *run;
+            let at = |row: Row, step: u64, b: u64| Row(row.0.saturating_add(step.saturating_mul(b)));
+            (0..run.blocks).map(move |b| RowRun {
+                src: at(run.src_row, run.src_step, b),
+                dst: at(run.dst_row, run.dst_step, b),
+                rows: run.block,
+            })
+        };
+        coalesce(self.group_runs(group).iter().flat_map(blocks))
+    }
+
+    /// The plan as contiguous pieces between two pools, in the order of [`Plan::units`]. Pieces that would leave a
+    /// pool are left out: the tables name pages that it does not have.
+    pub fn flat<'a>(&'a self, src: &'a PoolLayout, dst: &'a PoolLayout) -> impl Iterator<Item = Flat> + 'a {
+        let pieces = self.units().flat_map(move |unit| {
+            let regions = src.region(unit.layer, unit.part).zip(dst.region(unit.layer, unit.part));
+            regions.into_iter().flat_map(move |(from, to)| {
+                let moves = unit.runs.iter().map(move |run| StridedMove::new(run, unit.slice, from, to));
+                moves.flat_map(pieces)
+            })
+        });
+        join(pieces).map(|(src, dst, len)| Flat { src: Bytes(src), dst: Bytes(dst), len: Bytes(len) })
+    }
+
+    /// How many pieces [`Plan::flat`] has, pieces of different layers never joined: one layer of each group is looked
+    /// at, because its other layers have as many.
+    #[must_use]
+    pub fn flat_count(&self, src: &PoolLayout, dst: &PoolLayout) -> u64 {
+        let group = |group: &Group| {
+            let first = group.layers.first().copied();
+            let regions = first.and_then(|l| src.region(l, group.part).zip(dst.region(l, group.part)));
+            let per_layer = regions.map_or(0, |(from, to)| {
+                let moves = self.group_runs(group).iter().map(|r| StridedMove::new(r, group.slice, from, to));
+                join(moves.flat_map(pieces)).count() as u64
+            });
+            per_layer.saturating_mul(group.layers.len() as u64)
+        };
+        self.groups().iter().map(group).fold(0, u64::saturating_add)
+    }
+}
+
+/// The contiguous pieces of a move; none if it lies nowhere.
+fn pieces(m: StridedMove) -> impl Iterator<Item = (u64, u64, u64)> {
+    let nowhere = m.src.offset.0 == u64::MAX || m.dst.offset.0 == u64::MAX;
+    let blocks = if nowhere { 0 } else { m.blocks };
+    (0..blocks).flat_map(move |b| (0..m.rows).map(move |i| (m.src.at(b, i).0, m.dst.at(b, i).0, m.len.0)))
+}
