@@ -1,4 +1,5 @@
 //! Every byte of every target rank is the one that the coordinates ask for, and no other byte is touched.
+#![allow(clippy::expect_used, clippy::panic, clippy::unwrap_used, reason = "helpers of tests")]
 
 mod common;
 

@@ -3,6 +3,7 @@
 //! of an ended room is read; at the end: one end, told to both.
 //!
 //! A failing seed is printed; run it alone with KVFERRY_SEED=N.
+#![allow(clippy::expect_used, clippy::panic, clippy::unwrap_used, reason = "helpers of tests")]
 
 use std::{
     cmp::Reverse,
@@ -272,7 +273,7 @@ impl World {
         self.soon(Event::Executed(Side::Source, source, tokens, Ok(legs)));
     }
 
-    fn work_at_target(&mut self, work: Work) {
+    fn work_at_target(&mut self, work: &Work) {
         let (source, tokens) = (work.source, work.tokens);
         let span = page_span(self.pair.src(), source, tokens);
         let pages: Vec<_> = work.pages.iter().map(|p| u64::from(p.page.0)).collect();
@@ -310,7 +311,7 @@ impl World {
             match action {
                 Action::Send(message) => self.send(Side::Source, &message),
                 Action::Grant => self.soon(Event::Granted),
-                Action::Execute(work) => self.work_at_target(work),
+                Action::Execute(work) => self.work_at_target(&work),
                 Action::Fence => self.soon(Event::Revoked),
                 Action::Sever => {}
                 Action::Finish => {

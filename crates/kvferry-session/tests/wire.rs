@@ -1,5 +1,6 @@
 //! The wire: committed messages of version 1 decode forever, every message survives a round trip, later versions may
 //! add fields, and no bytes make the decoder panic.
+#![allow(clippy::expect_used, clippy::panic, clippy::unwrap_used, reason = "helpers of tests")]
 
 use std::{fs, path::PathBuf};
 

@@ -12,8 +12,8 @@ use std::{
 use kvferry_arena::Arena;
 use kvferry_plan::{RankId, RoomKey, TokenRange};
 use kvferry_session::{
-    Cause, CauseKind, Closed, Deadlines, FirstToken, Goodbye, Hello, Leg, Message, Mover, Open, Peer, Side,
-    Time, Tombstones, WireError,
+    Abort, Cause, CauseKind, Closed, Deadlines, FirstToken, Goodbye, Hello, Leg, Message, Mover, Open, Peer,
+    Side, Time, Tombstones, WireError,
 };
 use kvferry_transport::{Landed, Transport, TransportKind};
 use tokio::sync::mpsc;
@@ -147,6 +147,8 @@ struct Conn {
     paired: Option<(Arc<Peer>, Outbox)>,
     /// By transport.
     lanes: HashMap<TransportKind, Lane>,
+    /// What is to be said first: aborts of rooms that were given up before there was a connection.
+    unsaid: Vec<Abort>,
 }
 
 /// An open for a room that is not known here yet.
@@ -204,6 +206,7 @@ impl Core {
                 }
             };
             tokio::select! {
+                biased;
                 () = stop.cancelled() => break,
                 Some(event) = local.recv() => self.event(event),
                 Some(Remote { conn, news }) = remote.recv() => self.news(conn, news),
@@ -263,6 +266,9 @@ impl Core {
         match news {
             News::Paired { peer, outbox } => {
                 let conn = self.conns.entry(id).or_default();
+                for abort in conn.unsaid.drain(..) {
+                    outbox.send(&Message::Abort(abort)).ok();
+                }
                 conn.paired = Some((Arc::from(peer), outbox));
                 for key in self.targets_of(id) {
                     self.open(key);
@@ -296,9 +302,8 @@ impl Core {
                 if self.sources.get(&head.key).is_some_and(ours) {
                     self.source(head.key, None, |e, now| e.room.message(&message, now));
                 } else {
-                    let waiting = self.waiting.get(&head.key).is_some_and(|w| w.conn == id);
-                    if waiting && abort {
-                        self.waiting.remove(&head.key);
+                    if let Message::Abort(abort) = &message {
+                        self.aborted_early(id, abort);
                     }
                     self.answer(id, &message, Side::Source);
                 }
@@ -364,7 +369,7 @@ impl Core {
 
     /// The lane of a room, started when it is first needed.
     fn lane(&mut self, id: ConnId, kind: TransportKind) -> Option<&Lane> {
-        let Conn { paired, lanes } = self.conns.get_mut(&id)?;
+        let Conn { paired, lanes, .. } = self.conns.get_mut(&id)?;
         let (peer, _) = paired.as_ref()?;
         Some(match lanes.entry(kind) {
             Entry::Occupied(lane) => lane.into_mut(),

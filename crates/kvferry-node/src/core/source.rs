@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use kvferry_plan::{PageTable, RankId, RoomKey, TokenRange};
 use kvferry_session::{
-    Action, Cause, CauseKind, Mover, Open, Outcome, PageRef, Sent, Side, Source, Time, page_span,
+    Abort, Action, Cause, CauseKind, Mover, Open, Outcome, PageRef, Sent, Side, Source, Time, page_span,
 };
 use kvferry_transport::TransportKind;
 
@@ -36,6 +36,8 @@ impl Core {
         let reject = |reason: &str| RoomError::Rejected { key, reason: reason.into() };
         let refused = if self.draining {
             Some(RoomError::ShutDown)
+        } else if let Some(Some(cause)) = self.ended_sources.end(key) {
+            Some(RoomError::Ended { key, cause: cause.clone(), side: Side::Source })
         } else if self.sources.contains_key(&key) || self.ended_sources.end(key).is_some() {
             Some(reject("this attempt was started before; a retry is a new attempt"))
         } else if tokens.is_empty() {
@@ -113,6 +115,17 @@ impl Core {
         let until = self.now() + limits.join;
         self.timers.push(until, Timer::Waiting(key));
         self.waiting.insert(key, Waiting { conn, open, until });
+    }
+
+    /// A target gives up a room that is not announced here yet: it will not be opened when it is.
+    pub(super) fn aborted_early(&mut self, id: ConnId, abort: &Abort) {
+        let key = abort.head.key;
+        let theirs = self.waiting.get(&key).is_none_or(|w| w.conn == id);
+        if theirs && !self.sources.contains_key(&key) {
+            self.waiting.remove(&key);
+            let now = self.now();
+            self.ended_sources.bury(key, Some(abort.cause.clone()), now);
+        }
     }
 
     pub(super) fn chunk(&mut self, key: RoomKey, serial: u64, tokens: TokenRange) {

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use kvferry_plan::{Generation, PageTable, RankId, RoomKey};
 use kvferry_session::{
-    Action, Cause, CauseKind, Head, Mover, Outcome, Received, Side, Target, TargetRoom, Time,
+    Abort, Action, Cause, CauseKind, Head, Mover, Outcome, Received, Side, Target, TargetRoom, Time,
 };
 use kvferry_transport::{Grant, Landed, TransportKind};
 
@@ -183,6 +183,7 @@ impl Core {
         match &entry.stage {
             Stage::Over(error) => {
                 let error = error.clone();
+                self.say_later(&entry, &error);
                 return self.end_target(&entry, Err(error));
             }
             Stage::Open(room, kind) => {
@@ -196,6 +197,21 @@ impl Core {
             Stage::Dialling => {}
         }
         self.targets.insert(key, entry);
+    }
+
+    /// Tells the peer of a room that was given up before there was a connection, as soon as there is one.
+    fn say_later(&mut self, entry: &TargetEntry, error: &RoomError) {
+        if let RoomError::Ended { key, cause, .. } = error
+            && let Some(conn) = self.conns.get_mut(&entry.conn)
+        {
+            let head = Head {
+                key: *key,
+                generation: Generation(entry.serial),
+                from: self.shared.hello.incarnation,
+                to: entry.asked.peer.incarnation,
+            };
+            conn.unsaid.push(Abort { head, cause: cause.clone() });
+        }
     }
 
     fn carry_out_target(&mut self, entry: &mut TargetEntry, kind: TransportKind, action: Action) {

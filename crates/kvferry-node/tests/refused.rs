@@ -1,0 +1,220 @@
+//! Peers that cannot be served are refused by the name of the field, at once, and nobody else notices.
+#![allow(clippy::expect_used, clippy::panic, clippy::unwrap_used, reason = "helpers of tests")]
+
+mod common;
+
+use std::time::Duration;
+
+use common::*;
+use kvferry_node::{CauseKind, Limits, Node, NodeError, PeerAddr, Receive, RoomError, TransportKind};
+use kvferry_plan::{Blame, CacheShape, Dtype, Incarnation, InstanceId, TokenRange};
+use tokio::{
+    io::{AsyncReadExt, AsyncWriteExt},
+    net::TcpStream,
+};
+
+fn gqa() -> CacheShape {
+    CacheShape::gqa(2, 4, 8)
+}
+
+fn prefill() -> Recipe {
+    Recipe::new("prefill", &gqa(), "tp=2,page=16", TransportKind::Tcp)
+}
+
+fn decode(name: &'static str) -> Recipe {
+    Recipe::new(name, &gqa(), "tp=1,page=16", TransportKind::Tcp)
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_does_not_fit_is_named_and_a_good_peer_is_not_disturbed() {
+    let source = start(&prefill());
+    let good = start(&decode("good"));
+    let bad = [
+        ("model", Recipe { model: "another", ..decode("bad") }),
+        ("key.dtype", Recipe { kv: Dtype::F32, ..decode("bad") }),
+        ("key.heads", Recipe { shape: CacheShape::gqa(2, 8, 8), ..decode("bad") }),
+        ("key.layers", Recipe { shape: CacheShape::gqa(3, 4, 8), ..decode("bad") }),
+        ("parts", Recipe { shape: CacheShape::mla(2, 8), ..decode("bad") }),
+        ("digest", Recipe { digest: false, ..decode("bad") }),
+        ("transports", Recipe { transports: vec![TransportKind::Shm], ..decode("bad") }),
+    ];
+    for (n, (field, recipe)) in (0..).zip(bad) {
+        let bad = start(&recipe);
+        let key = room(n);
+        let (sending, good_room) = (source.send(key, 40), good.receive(key, 40, &source));
+        let bad_room = bad.receive(room(1000 + n), 40, &source);
+
+        let error = within(Duration::from_secs(1), bad_room.outcome()).await.unwrap_err();
+        assert_eq!((error.field(), error.blame()), (Some(field), Blame::PeerIncompatible), "{error}");
+        assert!(matches!(error, RoomError::Incompatible { .. }));
+
+        compute_and_send(&source, &sending, 40, 16);
+        soon(good_room.outcome()).await.unwrap();
+        soon(sending.outcome()).await.unwrap();
+        soon(async {
+            while source.node.ledger().refused.get(field) != Some(&1) {
+                tokio::time::sleep(Duration::from_millis(5)).await;
+            }
+        })
+        .await;
+    }
+    assert_eq!(good.node.ledger().completed, 7);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn another_start_or_another_instance_at_the_address_is_refused() {
+    let source = start(&prefill());
+    let target = start(&decode("decode"));
+    let ask = |n, peer: PeerAddr| {
+        target.node.receive(Receive {
+            key: room(n),
+            peer,
+            table: target.table(8),
+            tokens: TokenRange::new(0, 8),
+            transport: None,
+        })
+    };
+    let stale = PeerAddr { incarnation: Incarnation { started_ms: 1, nonce: 2 }, ..source.node.addr() };
+    let error = soon(ask(1, stale).outcome()).await.unwrap_err();
+    assert_eq!(error.field(), Some("incarnation"), "{error}");
+    let other = PeerAddr { instance: InstanceId("prefill-9".into()), ..source.node.addr() };
+    let error = soon(ask(2, other).outcome()).await.unwrap_err();
+    assert_eq!(error.field(), Some("instance"), "{error}");
+
+    let nobody = PeerAddr { endpoint: "127.0.0.1:1".into(), ..source.node.addr() };
+    let error = within(Duration::from_secs(2), ask(3, nobody).outcome()).await.unwrap_err();
+    assert!(matches!(error, RoomError::Unreachable { .. }), "{error}");
+    let outside = PeerAddr { endpoint: "192.0.2.1:80".into(), ..source.node.addr() };
+    let error = within(Duration::from_secs(2), ask(4, outside).outcome()).await.unwrap_err();
+    assert!(error.to_string().contains("loopback"), "{error}");
+    quiet(&target).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn strangers_on_the_port_cost_their_own_connection_only() {
+    let source = start(&prefill());
+    let target = start(&decode("decode"));
+    let endpoint = source.node.endpoint();
+    let mut idle = TcpStream::connect(&endpoint).await.unwrap();
+    for junk in
+        [&b"GET / HTTP/1.1\r\n\r\n"[..], &[0xff; 64], &[0; 8], &[5, 0, 0, 0, 0x82, 0, 0xff, 0xff, 0xff]]
+    {
+        let mut stranger = TcpStream::connect(&endpoint).await.unwrap();
+        stranger.write_all(junk).await.unwrap();
+        let mut answer = Vec::new();
+        // Our hello, and then the end, well within the time that a silent peer gets.
+        soon(stranger.read_to_end(&mut answer)).await.ok();
+    }
+    let (sent, received) = hand_over(&source, &target, room(1), 30, 30).await;
+    sent.unwrap();
+    received.unwrap();
+    // One that says nothing is let go as well.
+    let mut answer = Vec::new();
+    within(Duration::from_secs(3), idle.read_to_end(&mut answer)).await.ok();
+    assert!(!answer.is_empty());
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn configurations_that_cannot_work_do_not_start() {
+    let mut wide = config(&prefill());
+    wide.bind = "0.0.0.0:0".parse().unwrap();
+    let error = Node::start(wide).unwrap_err();
+    assert!(matches!(error, NodeError::NotLoopback(_)));
+    assert!(error.to_string().contains("not authenticated"), "{error}");
+
+    let mut missing = config(&prefill());
+    missing.arenas.pop();
+    assert_eq!(Node::start(missing).unwrap_err().to_string(), "node configuration: 1 pools for 2 ranks");
+    let mut swapped = config(&prefill());
+    let other = config(&decode("other")).arenas.remove(0);
+    swapped.arenas = vec![other.clone(), other];
+    assert!(Node::start(swapped).unwrap_err().to_string().contains("rank 0 is not laid out"));
+    let mut mute = config(&prefill());
+    mute.transports.clear();
+    assert!(Node::start(mute).unwrap_err().to_string().contains("no transport"));
+
+    let taken = start(&prefill());
+    let mut second = config(&prefill());
+    second.bind = taken.node.endpoint().parse().unwrap();
+    let error = Node::start(second).unwrap_err();
+    assert_eq!(error.blame(), Blame::Environment, "{error}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_room_is_started_once_per_attempt() {
+    let source = start(&prefill());
+    let target = start(&decode("decode"));
+    let key = room(1);
+    let first = source.send(key, 16);
+    let again = soon(source.send(key, 16).outcome()).await.unwrap_err();
+    assert_eq!(again.blame(), Blame::Caller);
+    assert!(matches!(again, RoomError::Rejected { .. }), "{again}");
+
+    let receiving = target.receive(key, 16, &source);
+    compute_and_send(&source, &first, 16, 16);
+    soon(receiving.outcome()).await.unwrap();
+    soon(first.outcome()).await.unwrap();
+    // It has ended, and is still remembered.
+    assert!(matches!(soon(source.send(key, 16).outcome()).await, Err(RoomError::Rejected { .. })));
+    assert!(matches!(
+        soon(target.receive(key, 16, &source).outcome()).await,
+        Err(RoomError::Rejected { .. })
+    ));
+    assert!(matches!(soon(source.send(room(2), 0).outcome()).await, Err(RoomError::Rejected { .. })));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_room_has_one_reader() {
+    let source = start(&prefill());
+    let (first, second) = (start(&decode("first")), start(&decode("second")));
+    let key = room(1);
+    let sending = source.send(key, 20);
+    let reading = first.receive(key, 20, &source);
+    soon(async {
+        while first.node.ledger().grants == 0 {
+            tokio::time::sleep(Duration::from_millis(2)).await;
+        }
+        // The open follows the grant at once.
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    })
+    .await;
+    let error = soon(second.receive(key, 20, &source).outcome()).await.unwrap_err();
+    assert!(error.to_string().contains("read by somebody else"), "{error}");
+    compute_and_send(&source, &sending, 20, 20);
+    soon(reading.outcome()).await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn decode_may_come_first_and_waits_for_prefill_but_not_for_ever() {
+    let mut recipe = prefill();
+    recipe.limits = Limits {
+        rooms: kvferry_session::Limits { join: Duration::from_millis(300), ..Default::default() },
+        ..Limits::default()
+    };
+    let source = start(&recipe);
+    let target = start(&decode("decode"));
+    let early = target.receive(room(1), 20, &source);
+    soon(async {
+        while source.node.ledger().waiting == 0 {
+            tokio::time::sleep(Duration::from_millis(2)).await;
+        }
+    })
+    .await;
+    let sending = source.send(room(1), 20);
+    compute_and_send(&source, &sending, 20, 7);
+    soon(early.outcome()).await.unwrap();
+    assert_eq!(target.wrong_bytes(room(1), &target.table(20), TokenRange::new(0, 20)), 0);
+
+    let alone = target.receive(room(2), 20, &source);
+    let error = within(Duration::from_secs(2), alone.outcome()).await.unwrap_err();
+    let RoomError::Ended { cause, .. } = &error else { panic!("{error}") };
+    assert_eq!(cause.kind, CauseKind::Unknown, "{error}");
+
+    // And prefill does not wait for ever for a decode that never comes.
+    let sending = source.send(room(3), 20);
+    compute_and_send(&source, &sending, 20, 20);
+    let error = within(Duration::from_secs(2), sending.outcome()).await.unwrap_err();
+    assert!(error.to_string().contains("was not opened"), "{error}");
+    quiet(&source).await;
+    quiet(&target).await;
+}
