@@ -7,6 +7,8 @@ mod ffn;
 mod gqa;
 mod mla;
 mod rank;
+#[cfg(test)]
+mod tests;
 
 use std::sync::Arc;
 
