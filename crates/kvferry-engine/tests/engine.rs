@@ -1,0 +1,395 @@
+//! The engine through its public interface: whole requests, split requests, pages, aborts.
+
+use std::{
+    collections::BTreeMap,
+    sync::{Arc, Mutex, mpsc},
+    time::Duration,
+};
+
+use kvferry_engine::{
+    Attention, Coordinate, Engine, EngineConfig, EngineError, EngineStats, Event, FirstToken, HandOff,
+    LoadOptions, Model, NoHandOff, Request, Sampling, StopReason, checkpoint, math::Arith,
+};
+use kvferry_plan::{Attempt, Dtype, HeadId, RankId, RoomId, RoomKey, TokenRange};
+
+fn model(attention: Attention, arith: Arith) -> Arc<Model> {
+    Model::from_checkpoint(&checkpoint::embedded().unwrap(), LoadOptions { attention, arith }).unwrap()
+}
+
+fn config(layout: &str) -> EngineConfig {
+    EngineConfig { layout: layout.parse().unwrap(), pool_tokens: 512, chunk: 16, ..EngineConfig::default() }
+}
+
+fn engine(layout: &str) -> Engine {
+    start(&config(layout))
+}
+
+fn start(config: &EngineConfig) -> Engine {
+    Engine::start(model(Attention::Gqa, Arith::Canonical), config, Arc::new(NoHandOff)).unwrap()
+}
+
+fn key(room: u128) -> RoomKey {
+    RoomKey { room: RoomId(room), attempt: Attempt(0) }
+}
+
+fn prompt(length: u32) -> Vec<u32> {
+    (0..length).map(|i| (i * 37 + 11) % 512).collect()
+}
+
+/// A greedy request that runs to its full length.
+fn full(length: u32, max_tokens: u32) -> Request {
+    Request { ignore_eos: true, ..Request::greedy(prompt(length), max_tokens) }
+}
+
+/// Ids and the bits of logprobs, and the last event.
+fn outcome(events: impl Iterator<Item = Event>) -> (Vec<(u32, u32)>, Event) {
+    let mut tokens = Vec::new();
+    for event in events {
+        match event {
+            Event::Token { id, logprob } => tokens.push((id, logprob.to_bits())),
+            last => return (tokens, last),
+        }
+    }
+    panic!("the events end without an end")
+}
+
+/// Waits until the engine is in the wanted state; the scheduler acts on its own clock.
+fn wait_for(engine: &Engine, what: impl Fn(&EngineStats) -> bool) {
+    for _ in 0..4_000 {
+        if what(&engine.stats()) {
+            return;
+        }
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    panic!("it never came to that: {:?}", engine.stats());
+}
+
+fn all_free(engine: &Engine) {
+    wait_for(engine, |s| {
+        s.pages_free == s.pages_total && s.queued + s.prefilling + s.decoding + s.reserved + s.finished == 0
+    });
+}
+
+/// Everything a hand-off hears.
+#[derive(Debug, PartialEq)]
+enum Call {
+    Chunk(RoomKey, TokenRange),
+    Finished(RoomKey, FirstToken),
+    Failed(RoomKey, EngineError),
+}
+
+struct Recorder(Mutex<mpsc::Sender<Call>>);
+
+impl Recorder {
+    fn new() -> (Arc<Self>, mpsc::Receiver<Call>) {
+        let (sender, receiver) = mpsc::channel();
+        (Arc::new(Self(Mutex::new(sender))), receiver)
+    }
+
+    fn tell(&self, call: Call) {
+        // A test that has seen enough hangs up.
+        let _ = self.0.lock().unwrap().send(call);
+    }
+}
+
+impl HandOff for Recorder {
+    fn chunk(&self, key: RoomKey, tokens: TokenRange) {
+        self.tell(Call::Chunk(key, tokens));
+    }
+    fn finished(&self, key: RoomKey, first: FirstToken) {
+        self.tell(Call::Finished(key, first));
+    }
+    fn failed(&self, key: RoomKey, cause: &EngineError) {
+        self.tell(Call::Failed(key, cause.clone()));
+    }
+}
+
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// Prefill in one layout, the cache copied in coordinates, decode in another.
+fn split(
+    model: &Arc<Model>,
+    (from, to): (&str, &str),
+    kv: Dtype,
+    request: &Request,
+) -> (Vec<(u32, u32)>, Event, Vec<TokenRange>) {
+    let (recorder, calls) = Recorder::new();
+    let prefill = Engine::start(Arc::clone(model), &EngineConfig { kv, ..config(from) }, recorder).unwrap();
+    let decode =
+        Engine::start(Arc::clone(model), &EngineConfig { kv, ..config(to) }, Arc::new(NoHandOff)).unwrap();
+    let room = key(7);
+    let tokens = request.prompt.len() as u64;
+    prefill.prefill(room, request.clone()).unwrap().wait().unwrap();
+    decode.reserve(room, tokens, request.max_tokens).unwrap().wait().unwrap();
+    let mut chunks = Vec::new();
+    let first = loop {
+        match calls.recv_timeout(PATIENCE).unwrap() {
+            Call::Chunk(of, range) => {
+                assert_eq!(of, room);
+                chunks.push(range);
+            }
+            Call::Finished(of, first) => {
+                assert_eq!(of, room);
+                break first;
+            }
+            Call::Failed(_, error) => panic!("{error}"),
+        }
+    };
+    decode.adopt(room, &prefill.rows(room).unwrap().wait().unwrap()).unwrap();
+    prefill.release(room);
+    all_free(&prefill);
+    let (tokens, last) = outcome(decode.decode(room, request.clone(), first).unwrap());
+    wait_for(&decode, |s| s.finished == 1 && s.pages_held > 0);
+    decode.release(room);
+    decode.release(room);
+    all_free(&decode);
+    (tokens, last, chunks)
+}
+
+#[test]
+fn a_split_request_gives_the_bits_of_a_whole_one_and_computes_no_prompt_token_twice() {
+    for (attention, kv) in [(Attention::Gqa, Dtype::F32), (Attention::Mla, Dtype::Bf16)] {
+        let model = model(attention, Arith::Canonical);
+        let request = full(41, 12);
+        let whole = EngineConfig { kv, ..config("tp=1") };
+        let whole = Engine::start(Arc::clone(&model), &whole, Arc::new(NoHandOff)).unwrap();
+        let (expected, last) = outcome(whole.generate(request.clone()).unwrap());
+        assert_eq!(expected.len(), 12);
+        assert_eq!(last, Event::Done { reason: StopReason::Length, prompt_tokens_computed: 41 });
+        all_free(&whole);
+        for layouts in [("tp=3,page=8", "tp=1,page=24"), ("tp=2", "tp=4,dcp=4,page=5")] {
+            let (tokens, last, chunks) = split(&model, layouts, kv, &request);
+            assert_eq!(tokens, expected, "{layouts:?}");
+            assert_eq!(last, Event::Done { reason: StopReason::Length, prompt_tokens_computed: 0 });
+            let expected: Vec<_> = [(0, 16), (16, 32), (32, 41)].map(|(a, b)| TokenRange::new(a, b)).into();
+            assert_eq!(chunks, expected);
+        }
+    }
+}
+
+#[test]
+fn a_prompt_of_one_token_can_be_split() {
+    let model = model(Attention::Mla, Arith::Canonical);
+    let request = full(1, 5);
+    let whole = Engine::start(Arc::clone(&model), &config("tp=1"), Arc::new(NoHandOff)).unwrap();
+    let (expected, _) = outcome(whole.generate(request.clone()).unwrap());
+    let (tokens, _, chunks) = split(&model, ("tp=1", "tp=4,dcp=4"), Dtype::F32, &request);
+    assert_eq!(tokens, expected);
+    assert_eq!(chunks, [TokenRange::new(0, 1)]);
+}
+
+#[test]
+fn what_runs_next_to_a_request_does_not_change_its_tokens() {
+    let request = |length, seed| Request {
+        sampling: Sampling { temperature: 0.9, top_p: 0.95, seed },
+        ..full(length, 20)
+    };
+    let engine = engine("tp=2");
+    let lengths = [5, 40, 33];
+    let alone = lengths.map(|length| outcome(engine.generate(request(length, 4)).unwrap()));
+    let running = lengths.map(|length| engine.generate(request(length, 4)).unwrap());
+    let together = running.map(outcome);
+    assert_eq!(alone, together);
+    let other = outcome(engine.generate(request(5, 5)).unwrap());
+    assert_ne!(alone[0].0, other.0, "another seed draws other tokens");
+}
+
+#[test]
+fn requests_wait_for_pages_in_order_and_all_come_through() {
+    // 10 pages of 16: each request takes 4.
+    let engine = start(&EngineConfig { pool_tokens: 160, ..config("tp=1") });
+    let running: Vec<_> = (0..7).map(|_| engine.generate(full(40, 20)).unwrap()).collect();
+    let all: Vec<_> = running.into_iter().map(outcome).collect();
+    assert!(all.iter().all(|one| *one == all[0] && one.0.len() == 20));
+    all_free(&engine);
+    // While the pages are taken a small request does not overtake a large one.
+    engine.reserve(key(1), 100, 10).unwrap().wait().unwrap();
+    let large = engine.reserve(key(2), 60, 10).unwrap();
+    let small = engine.reserve(key(3), 1, 1).unwrap();
+    wait_for(&engine, |s| s.queued == 2);
+    engine.release(key(1));
+    large.wait().unwrap();
+    small.wait().unwrap();
+}
+
+#[test]
+fn a_prompt_that_can_never_fit_is_refused_with_the_limit_that_it_meets() {
+    let refusal = |config: &EngineConfig, length: u32| {
+        let engine = start(config);
+        let error = engine.generate(Request::greedy(prompt(length), 1)).unwrap_err();
+        assert_eq!(engine.stats().pages_free, engine.stats().pages_total);
+        let reserve = engine.reserve(key(1), u64::from(length), 1).unwrap_err();
+        assert_eq!(error, reserve);
+        error.to_string()
+    };
+    let pool = EngineConfig { pool_tokens: 64, ..config("tp=1") };
+    let text = refusal(&pool, 64);
+    assert!(text.contains("the limit is 63") && text.contains("--pool-tokens"), "{text}");
+    let short = EngineConfig { max_model_len: Some(32), ..config("tp=1") };
+    let text = refusal(&short, 32);
+    assert!(text.contains("the limit is 31") && text.contains("--max-model-len"), "{text}");
+    // What just fits is served. Prefill alone needs no place for the next token in its pool.
+    assert_eq!(outcome(start(&pool).generate(full(63, 9)).unwrap()).0.len(), 1);
+    assert!(start(&pool).prefill(key(1), full(64, 1)).unwrap().wait().is_ok());
+    assert!(start(&short).prefill(key(1), full(32, 1)).is_err());
+}
+
+#[test]
+fn bad_requests_and_layouts_are_refused_by_name() {
+    let engine = engine("tp=1");
+    let say = |request: Request| engine.generate(request).unwrap_err().to_string();
+    assert!(say(Request::greedy(vec![], 1)).contains("at least 1 token"));
+    assert!(say(Request::greedy(vec![1], 0)).contains("at least 1 token"));
+    assert!(say(Request::greedy(vec![512], 1)).contains("ids are 0 to 511"));
+    let hot = Sampling { temperature: f32::NAN, ..Sampling::GREEDY };
+    assert!(say(Request { sampling: hot, ..full(1, 1) }).contains("temperature"));
+    let model = model(Attention::Gqa, Arith::Fast);
+    for (layout, word) in
+        [("pp=2", "`pp`"), ("layers=0-1/2-3", "`layers`"), ("cp=2", "`cp`"), ("ep=2", "`ep`"), ("kv=fp8", "fp8")]
+    {
+        let error = Engine::start(Arc::clone(&model), &config(layout), Arc::new(NoHandOff)).unwrap_err();
+        assert!(error.to_string().contains(word), "{layout}: {error}");
+    }
+    let long = EngineConfig { max_model_len: Some(5000), ..config("tp=1") };
+    let error = Engine::start(model, &long, Arc::new(NoHandOff)).unwrap_err();
+    assert!(error.to_string().contains("4096"), "{error}");
+}
+
+#[test]
+fn generation_stops_at_the_end_of_sequence_unless_told_otherwise() {
+    let engine = engine("tp=1");
+    let eos = engine.eos()[0];
+    // So hot that the end comes by chance.
+    for seed in 0..20 {
+        let sampling = Sampling { temperature: 50.0, top_p: 1.0, seed };
+        let request = Request { sampling, ignore_eos: false, ..full(3, 450) };
+        let (tokens, last) = outcome(engine.generate(request.clone()).unwrap());
+        let at = tokens.iter().position(|(id, _)| *id == eos);
+        let Event::Done { reason: StopReason::Eos, .. } = last else {
+            assert_eq!(at, None);
+            continue;
+        };
+        assert_eq!(at, Some(tokens.len() - 1));
+        let request = Request { ignore_eos: true, max_tokens: tokens.len() as u32 + 3, ..request };
+        let (all, last) = outcome(engine.generate(request).unwrap());
+        assert_eq!(all[..tokens.len()], tokens);
+        assert_eq!(all.len(), tokens.len() + 3);
+        assert!(matches!(last, Event::Done { reason: StopReason::Length, .. }));
+        return;
+    }
+    panic!("twenty times 450 draws of 512 tokens never gave the end");
+}
+
+#[test]
+fn a_request_is_aborted_in_any_state_and_twice() {
+    let (recorder, calls) = Recorder::new();
+    let small = EngineConfig { pool_tokens: 128, chunk: 1, ..config("tp=2") };
+    let engine = Engine::start(model(Attention::Gqa, Arith::Canonical), &small, recorder).unwrap();
+    engine.release(key(0));
+    // Half done.
+    engine.prefill(key(1), full(100, 1)).unwrap().wait().unwrap();
+    assert_eq!(calls.recv_timeout(PATIENCE).unwrap(), Call::Chunk(key(1), TokenRange::new(0, 1)));
+    // Queued behind it.
+    let queued = engine.reserve(key(2), 100, 5).unwrap();
+    wait_for(&engine, |s| s.queued == 1);
+    engine.release(key(2));
+    engine.release(key(2));
+    assert_eq!(queued.wait(), Err(EngineError::Aborted));
+    // A key is in use until it is released.
+    assert_eq!(engine.prefill(key(1), full(3, 1)).unwrap().wait(), Err(EngineError::RoomInUse(key(1))));
+    engine.release(key(1));
+    engine.release(key(1));
+    all_free(&engine);
+    // Reserved, then given up.
+    engine.reserve(key(3), 10, 5).unwrap().wait().unwrap();
+    wait_for(&engine, |s| s.reserved == 1);
+    engine.release(key(3));
+    all_free(&engine);
+    // Generating when the reader leaves.
+    let mut events = engine.generate(full(3, 100)).unwrap();
+    assert!(matches!(events.recv(), Some(Event::Token { .. })));
+    drop(events);
+    all_free(&engine);
+    // Decoding when the reader leaves: the pages wait for whoever may still be writing them.
+    engine.reserve(key(4), 10, 90).unwrap().wait().unwrap();
+    drop(engine.decode(key(4), full(10, 90), FirstToken { id: 1, logprob: -1.0 }).unwrap());
+    wait_for(&engine, |s| s.finished == 1);
+    engine.release(key(4));
+    all_free(&engine);
+}
+
+#[test]
+fn a_decode_that_does_not_match_its_reservation_is_refused() {
+    let engine = engine("tp=1");
+    let first = FirstToken { id: 1, logprob: -1.0 };
+    let refused = |key, request| match outcome(engine.decode(key, request, first).unwrap()) {
+        (tokens, Event::Failed(error)) => {
+            assert!(tokens.is_empty());
+            error
+        }
+        other => panic!("{other:?}"),
+    };
+    assert_eq!(refused(key(9), full(3, 1)), EngineError::UnknownRoom(key(9)));
+    engine.reserve(key(1), 10, 4).unwrap().wait().unwrap();
+    let error = refused(key(1), full(9, 4)).to_string();
+    assert!(error.contains("reserved for a prompt of 10 tokens, not of 9"), "{error}");
+    // It is still there for the right one, and gives no more than was reserved.
+    assert_eq!(outcome(engine.decode(key(1), full(10, 50), first).unwrap()).0.len(), 4);
+    assert!(matches!(refused(key(1), full(10, 4)), EngineError::RoomState { .. }));
+}
+
+#[test]
+fn rows_are_read_by_rank_and_by_coordinate_until_the_release() {
+    let engine = engine("tp=4,dcp=2,page=4");
+    outcome(engine.generate(Request { hold: Some(key(5)), ..full(21, 3) }).unwrap());
+    let rows = engine.rows(key(5)).unwrap().wait().unwrap();
+    let mut seen = BTreeMap::new();
+    for rank in (0..4).map(RankId) {
+        let of_rank = engine.rank_rows(key(5), rank).unwrap();
+        let mut bytes = of_rank.bytes.chunks_exact(16 * 4);
+        for layer in &of_rank.layers {
+            for part in &of_rank.parts {
+                for token in &part.tokens {
+                    for head in part.heads.clone().map(HeadId) {
+                        let at = Coordinate { layer: *layer, part: part.part, head, token: *token };
+                        assert_eq!(rows.bytes_on(rank, at).unwrap().unwrap(), bytes.next().unwrap());
+                        assert!(seen.insert(at, rank).is_none(), "two ranks hold {at:?}");
+                    }
+                }
+            }
+        }
+        assert_eq!(bytes.len(), 0);
+    }
+    assert_eq!(seen.len(), rows.coordinates().count());
+    assert!(engine.rank_rows(key(5), RankId(4)).is_err());
+    engine.release(key(5));
+    all_free(&engine);
+    let at = *seen.keys().next().unwrap();
+    assert_eq!(rows.bytes(at), Err(EngineError::UnknownRoom(key(5))));
+    assert_eq!(engine.rows(key(5)).unwrap().wait().unwrap_err(), EngineError::UnknownRoom(key(5)));
+}
+
+#[test]
+fn other_models_other_attention_and_other_arithmetic_are_told_apart() {
+    let of = |attention, arith| {
+        let model = model(attention, arith);
+        Engine::start(model, &config("tp=1"), Arc::new(NoHandOff)).unwrap().descriptor()
+    };
+    let ours = of(Attention::Gqa, Arith::Canonical);
+    assert_eq!(ours.compare(&ours), Ok(()));
+    let theirs = of(Attention::Gqa, Arith::Fast);
+    assert_eq!(ours.compare(&theirs).unwrap_err().field, "model");
+    assert!(ours.compare(&of(Attention::Mla, Arith::Canonical)).is_err());
+    assert_eq!(engine("tp=4,page=3").descriptor().compare(&ours), Ok(()), "layouts may differ");
+}
+
+#[test]
+fn an_engine_that_goes_ends_its_requests() {
+    let engine = engine("tp=2");
+    let events = engine.generate(full(3, 400)).unwrap();
+    let queued = engine.reserve(key(1), 500, 1).unwrap();
+    wait_for(&engine, |s| s.queued == 1 && s.decoding == 1);
+    drop(engine);
+    assert_eq!(outcome(events).1, Event::Failed(EngineError::Stopped));
+    assert_eq!(queued.wait(), Err(EngineError::Stopped));
+}
