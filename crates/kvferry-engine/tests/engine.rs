@@ -244,9 +244,13 @@ fn bad_requests_and_layouts_are_refused_by_name() {
     let hot = Sampling { temperature: f32::NAN, ..Sampling::GREEDY };
     assert!(say(Request { sampling: hot, ..full(1, 1) }).contains("temperature"));
     let model = model(Attention::Gqa, Arith::Fast);
-    for (layout, word) in
-        [("pp=2", "`pp`"), ("layers=0-1/2-3", "`layers`"), ("cp=2", "`cp`"), ("ep=2", "`ep`"), ("kv=fp8", "fp8")]
-    {
+    for (layout, word) in [
+        ("pp=2", "`pp`"),
+        ("layers=0-1/2-3", "`layers`"),
+        ("cp=2", "`cp`"),
+        ("ep=2", "`ep`"),
+        ("kv=fp8", "fp8"),
+    ] {
         let error = Engine::start(Arc::clone(&model), &config(layout), Arc::new(NoHandOff)).unwrap_err();
         assert!(error.to_string().contains(word), "{layout}: {error}");
     }

@@ -110,7 +110,8 @@ fn agrees_with_the_reference(name: &str, attention: Attention, arith: Arith, lay
         for chunk in [1, 7, 64, usize::MAX] {
             let mut pages = Pages::new(forward.pages());
             let extra = reference.generated.len();
-            let mut sequence = Sequence::new(&forward, &mut pages, &reference.prompt, extra, chunk.min(1 << 20));
+            let mut sequence =
+                Sequence::new(&forward, &mut pages, &reference.prompt, extra, chunk.min(1 << 20));
             run(&forward, std::slice::from_mut(&mut sequence));
             let mut compared = 0;
             for (row, expected) in reference.logit_rows.iter().zip(expected.chunks_exact(vocab)) {
@@ -306,7 +307,9 @@ fn fast_logprobs_agree_over_layouts() {
             logprobs
         };
         let reference = logprobs("tp=1", 200);
-        for (layout, chunk) in [("tp=2", 64), ("tp=5,page=7", 200), ("tp=4,dcp=4", 33), ("tp=6,dcp=2,page=24", 64)] {
+        for (layout, chunk) in
+            [("tp=2", 64), ("tp=5,page=7", 200), ("tp=4,dcp=4", 33), ("tp=6,dcp=2,page=24", 64)]
+        {
             let difference = largest_difference(&logprobs(layout, chunk), &reference);
             assert!(difference < 1e-4, "{layout}: {difference}");
         }
@@ -339,7 +342,8 @@ fn a_row_out_of_range_is_flagged_and_its_neighbour_is_not() {
             (name.clone(), safetensors::tensor::TensorView::new(*dtype, shape.clone(), data).unwrap())
         })
         .collect();
-    std::fs::write(path.path().join("model.safetensors"), safetensors::serialize(views, None).unwrap()).unwrap();
+    std::fs::write(path.path().join("model.safetensors"), safetensors::serialize(views, None).unwrap())
+        .unwrap();
     for arith in [Arith::Canonical, Arith::Fast] {
         let model = Model::load(path.path(), LoadOptions { attention: Attention::Gqa, arith }).unwrap();
         let forward = build(&model, "tp=2", Dtype::F32, 256);
