@@ -1,5 +1,7 @@
 //! The engine through its public interface: whole requests, split requests, pages, aborts.
 
+#![allow(clippy::panic, clippy::unwrap_used)]
+
 use std::{
     collections::BTreeMap,
     sync::{Arc, Mutex, mpsc},
