@@ -146,6 +146,8 @@ impl Pairing {
         let on = |h: &Hello| if h.capabilities.has(Capabilities::DIGEST) { "on" } else { "off" };
         differ("digest", &on(ours), &on(&peer))?;
 
+        self.check_layers(&peer)?;
+
         let shape = ours.descriptor.shape.clone();
         let (mine, theirs) = (ours.descriptor.placement.clone(), peer.descriptor.placement.clone());
         let described = (format!("{mine:?}"), format!("{theirs:?}"));
@@ -181,6 +183,23 @@ impl Pairing {
             pages: peer.pages,
             transports,
             digest: ours.capabilities.has(Capabilities::DIGEST),
+        })
+    }
+
+    /// Stages that list a layer twice, or layers that the model does not have, could be made arbitrarily long.
+    fn check_layers(&self, peer: &Hello) -> Result<(), Mismatch> {
+        let mut layers: Vec<_> =
+            self.hello.descriptor.shape.parts.iter().flat_map(|p| p.layers.iter().copied()).collect();
+        layers.sort_unstable();
+        layers.dedup();
+        let listed: usize = peer.descriptor.placement.stages.iter().map(Vec::len).sum();
+        if listed == layers.len() {
+            return Ok(());
+        }
+        Err(Mismatch {
+            field: "stages".into(),
+            ours: format!("{} layers", layers.len()),
+            theirs: format!("{listed} layers in its pipeline stages"),
         })
     }
 

@@ -248,20 +248,26 @@ impl Core {
                 });
             }
             Action::Execute(piece) => {
-                let Some((peer, _)) = self.conns.get(&conn).and_then(|c| c.paired.as_ref()) else { return };
-                let task = Task {
+                let (source, tokens) = (piece.source, piece.tokens);
+                let paired = self.conns.get(&conn).and_then(|c| c.paired.as_ref());
+                let task = paired.map(|(peer, _)| Task {
                     key,
                     serial,
                     generation,
                     pair: peer.pair.clone(),
                     table: entry.table.clone(),
-                    source: piece.source,
-                    tokens: piece.tokens,
+                    source,
+                    tokens,
                     digest: peer.digest,
                     half: Half::Pull(piece.pages),
-                };
-                if let Some(lane) = self.lane(conn, kind) {
-                    lane.execute(task);
+                });
+                match (self.lane(conn, kind), task) {
+                    (Some(lane), Some(task)) => lane.execute(task),
+                    _ => {
+                        let gone = Cause::new(CauseKind::Lost, Side::Source, "the connection is gone");
+                        let now = self.now();
+                        entry.drive(|room| room.executed(source, tokens, Err(gone), now));
+                    }
                 }
             }
             Action::Fence => {
