@@ -217,11 +217,12 @@ impl Source {
         match &mut self.phase {
             Phase::Finished(_) => {}
             Phase::Ending { cause, verdict, severed, since } => {
-                verdict.get_or_insert_with(|| Err(cause.clone()));
-                *since = now;
-                if !self.running.is_empty() && !*severed {
+                if !self.running.is_empty() && !*severed && now >= *since + self.limits.fence {
                     *severed = true;
                     self.actions.push_back(Action::Sever);
+                }
+                if now >= *since + Self::answer(&self.limits) {
+                    verdict.get_or_insert_with(|| Err(cause.clone()));
                 }
                 self.finish_if_ended();
             }
@@ -237,8 +238,12 @@ impl Source {
     pub fn deadline(&self) -> Option<Time> {
         match &self.phase {
             Phase::Finished(_) => None,
-            Phase::Ending { verdict: Some(_), severed: true, .. } => None,
-            Phase::Ending { since, .. } => Some(*since + self.limits.fence),
+            Phase::Ending { verdict, severed, since, .. } => {
+                let sever = !self.running.is_empty() && !severed;
+                let sever = sever.then(|| *since + self.limits.fence);
+                let answer = verdict.is_none().then(|| *since + Self::answer(&self.limits));
+                sever.into_iter().chain(answer).min()
+            }
             Phase::Running => {
                 let at = self.progress + self.patience();
                 let lease = self.reader.as_ref().filter(|r| r.mover == Mover::Target).map(|r| r.lease);
@@ -384,6 +389,11 @@ impl Source {
         };
         self.phase = Phase::Finished(outcome);
         self.actions.push_back(Action::Finish);
+    }
+
+    /// How long the target has to say how the room ended; longer than its own fence, which comes before the answer.
+    fn answer(limits: &Limits) -> Duration {
+        limits.fence.saturating_mul(2)
     }
 
     /// How long the responsible side has.

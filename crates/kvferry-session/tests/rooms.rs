@@ -420,6 +420,8 @@ fn a_source_asks_before_it_ends_because_the_target_may_be_done() {
     let mut mute = source(Some(Mover::Target));
     mute.abort(Cause::new(CauseKind::Aborted, Side::Source, "left"), at(1));
     mute.tick(at(1) + Limits::default().fence);
+    assert_eq!(mute.outcome(), None);
+    mute.tick(at(1) + Limits::default().fence * 2);
     assert!(mute.outcome().unwrap().is_err());
 }
 

@@ -1,0 +1,115 @@
+//! Who may serve whom: what does not fit is named, on both sides, and no hello costs more than it should.
+#![allow(clippy::expect_used, clippy::panic, clippy::unwrap_used, reason = "helpers of tests")]
+
+use kvferry_plan::{
+    Blame, CacheShape, Descriptor, Dtype, Incarnation, InstanceId, LayerId, LayoutSpec, PROTOCOL, TokenMap,
+};
+use kvferry_session::{Capabilities, Endpoint, Goodbye, Hello, Message, Pairing, PairingError, Peer, Side};
+
+fn hello(name: &str, spec: &str) -> Hello {
+    // Rows of 4 KiB.
+    let shape = CacheShape::gqa(4, 4, 512);
+    let placement = spec.parse::<LayoutSpec>().unwrap().placement(&shape, Dtype::Bf16).unwrap();
+    Hello {
+        capabilities: Capabilities::DIGEST,
+        instance: InstanceId(name.into()),
+        incarnation: Incarnation { started_ms: 1, nonce: name.len() as u64 },
+        descriptor: Descriptor { protocol: PROTOCOL, model: "m".into(), shape, placement },
+        pages: 100,
+        transports: ["tcp", "shm"]
+            .map(|name| Endpoint { name: name.into(), address: format!("{name}://here") })
+            .into(),
+    }
+}
+
+/// Prefill answers a decode whose hello was changed.
+fn answer(change: impl FnOnce(&mut Hello)) -> Result<Peer, PairingError> {
+    let mut decode = hello("decode", "tp=1");
+    change(&mut decode);
+    Pairing::new(hello("prefill", "tp=2"), Side::Source, None).answer(Message::Hello(decode))
+}
+
+#[test]
+fn two_that_fit_know_each_other() {
+    let peer = answer(|h| {
+        h.transports.reverse();
+        h.transports.push(Endpoint { name: "carrier-pigeon".into(), address: "coo".into() });
+    })
+    .unwrap();
+    assert_eq!((peer.instance.0.as_str(), peer.side, peer.digest), ("decode", Side::Source, true));
+    assert_eq!((peer.pair.src().tp, peer.pair.dst().tp), (2, 1));
+    // Our order of preference, their addresses.
+    assert_eq!(peer.transports.iter().map(|t| t.name.as_str()).collect::<Vec<_>>(), ["tcp", "shm"]);
+
+    let decode = Pairing::new(
+        hello("decode", "tp=1"),
+        Side::Target,
+        Some((InstanceId("prefill".into()), hello("prefill", "tp=2").incarnation)),
+    );
+    let peer = decode.answer(Message::Hello(hello("prefill", "tp=2"))).unwrap();
+    assert_eq!((peer.pair.src().tp, peer.pair.dst().tp), (2, 1));
+}
+
+#[test]
+fn every_field_that_does_not_fit_is_named() {
+    type Change = Box<dyn FnOnce(&mut Hello)>;
+    let cases: Vec<(&str, Change)> = vec![
+        ("protocol", Box::new(|h| h.descriptor.protocol += 1)),
+        ("model", Box::new(|h| h.descriptor.model = "n".into())),
+        ("key.heads", Box::new(|h| h.descriptor.shape.parts[0].heads = 8)),
+        ("value.head_elems", Box::new(|h| h.descriptor.shape.parts[1].head_elems = 4)),
+        ("key.dtype", Box::new(|h| h.descriptor.placement.parts[0].dtype = Dtype::F32)),
+        ("digest", Box::new(|h| h.capabilities = Capabilities::default())),
+        ("transports", Box::new(|h| h.transports.clear())),
+        ("placement", Box::new(|h| h.descriptor.placement.tp = 0)),
+        ("placement", Box::new(|h| h.descriptor.placement.parts[0].page_size = 0)),
+        ("placement", Box::new(|h| h.descriptor.placement.cp = u32::MAX)),
+        (
+            "placement",
+            Box::new(|h| {
+                h.descriptor.placement.parts[0].tokens = TokenMap::Interleaved { ranks: 3, interleave: 1 };
+            }),
+        ),
+        ("stages", Box::new(|h| h.descriptor.placement.stages[0].extend([LayerId(0); 50_000]))),
+        ("stages", Box::new(|h| h.descriptor.placement.stages.clear())),
+        (
+            "pages",
+            Box::new(|h| {
+                // Only the product of the three overflows.
+                h.pages = u32::MAX;
+                h.descriptor.placement.parts.iter_mut().for_each(|p| p.page_size = 1 << 20);
+            }),
+        ),
+    ];
+    for (field, change) in cases {
+        let error = answer(change).expect_err(field);
+        assert_eq!(
+            (error.mismatch().unwrap().field.as_str(), error.blame()),
+            (field, Blame::PeerIncompatible)
+        );
+        // The peer hears the same, with the values turned round.
+        let told = Pairing::new(hello("decode", "tp=1"), Side::Target, None).answer(error.refusal().unwrap());
+        let PairingError::RefusedByPeer(theirs) = told.unwrap_err() else { panic!() };
+        let ours = error.mismatch().unwrap();
+        assert_eq!((&theirs.field, &theirs.ours, &theirs.theirs), (&ours.field, &ours.theirs, &ours.ours));
+    }
+}
+
+#[test]
+fn who_was_not_meant_is_refused() {
+    let expect = |instance: &str, nonce| {
+        let expected = (InstanceId(instance.into()), Incarnation { started_ms: 1, nonce });
+        Pairing::new(hello("decode", "tp=1"), Side::Target, Some(expected))
+            .answer(Message::Hello(hello("prefill", "tp=1")))
+    };
+    assert!(expect("prefill", 7).is_ok());
+    assert_eq!(expect("prefill", 8).unwrap_err().mismatch().unwrap().field, "incarnation");
+    assert_eq!(expect("other", 7).unwrap_err().mismatch().unwrap().field, "instance");
+}
+
+#[test]
+fn anything_but_a_hello_first_is_a_breach() {
+    let bye = Message::Goodbye(Goodbye { reason: String::new() });
+    let error = Pairing::new(hello("a", "tp=1"), Side::Source, None).answer(bye).unwrap_err();
+    assert_eq!((error.blame(), error.refusal()), (Blame::PeerMisbehaved, None));
+}
