@@ -150,7 +150,10 @@ proptest! {
         let end = End { rank: RankId(0), table: &table };
         let plan = pair.plan(end, end, range).unwrap();
         let key = RoomKey { room: RoomId(1), attempt: Attempt(1) };
-        for unit in plan.units() {
+        prop_assert_eq!(plan.unit_count(), plan.units().count() as u64);
+        prop_assert_eq!(plan.unit(plan.unit_count()), None);
+        for (i, unit) in (0..).zip(plan.units()) {
+            prop_assert_eq!(plan.unit(i), Some(unit));
             let from = source.region(unit.layer, unit.part).unwrap();
             let expected = rows(&source, &unit, Side::Source);
             prop_assert_eq!(gather(&source, Pieces::of_unit(&unit, Side::Source, from)), expected.concat());

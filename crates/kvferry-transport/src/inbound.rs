@@ -126,3 +126,148 @@ impl Inbound {
         refusal
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use kvferry_arena::{Arena, Memory};
+    use kvferry_plan::{
+        Attempt, Bytes, CacheShape, Dtype, Generation, LayerId, PageId, PageTable, Pair, Part, Placement,
+        PoolLayout, RankId, RoomId, RoomKey, TokenRange,
+    };
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::{Grant, Registration, Setup};
+
+    const PEER: Incarnation = Incarnation { started_ms: 2, nonce: 2 };
+    /// Of 8 pages of 16 rows of 8 bytes.
+    const GRANTED: [PageId; 2] = [PageId(5), PageId(2)];
+    const TOKENS: u64 = 29;
+
+    fn local() -> (Arc<Local>, Arc<Arena>) {
+        let shape = CacheShape::mla(2, 4);
+        let place = Placement::single(&shape, 16, Dtype::Bf16);
+        let layout = PoolLayout::new(&shape, &place, RankId(0), 8).unwrap();
+        let arena = Arc::new(Arena::new("test", layout).unwrap());
+        let local = Local::new(Setup::new(Incarnation { started_ms: 1, nonce: 1 }));
+        local.register(RankId(0), Registration::host(Arc::clone(&arena))).unwrap();
+        let grant = Grant {
+            key: key(1),
+            generation: Generation(1),
+            peer: PEER,
+            pair: Arc::new(Pair::new(shape, place.clone(), place).unwrap()),
+            table: PageTable(GRANTED.into()),
+            tokens: TokenRange::new(0, TOKENS),
+            ranks: vec![RankId(0)],
+            digest: true,
+            landed: Arc::new(drop),
+        };
+        local.grant(grant).unwrap();
+        (Arc::new(local), arena)
+    }
+
+    fn key(room: u128) -> RoomKey {
+        RoomKey { room: RoomId(room), attempt: Attempt(1) }
+    }
+
+    fn small() -> impl Strategy<Value = u64> {
+        prop_oneof![10 => 0_u64..5, 2 => 0_u64..40, 1 => any::<u64>()]
+    }
+
+    fn legs() -> impl Strategy<Value = LegId> {
+        let token = || prop_oneof![3 => Just(0), 3 => Just(TOKENS), 2 => 0..TOKENS, 1 => any::<u64>()];
+        let odd = |usual: u32| prop_oneof![15 => Just(usual), 1 => any::<u32>()];
+        (odd(1), odd(1), odd(0), odd(0), token(), token()).prop_map(
+            |(room, generation, source, target, a, b)| LegId {
+                key: key(u128::from(room)),
+                generation: Generation(u64::from(generation)),
+                source: RankId(source),
+                target: RankId(target),
+                tokens: TokenRange::new(a, b),
+            },
+        )
+    }
+
+    /// A leg to go on with, and units or its end; `None` for the units that are due, with their length.
+    type Frame = (Option<LegId>, Option<Option<(Units, u32)>>);
+
+    fn frames() -> impl Strategy<Value = Frame> {
+        let units = (small(), small(), small(), prop::option::weighted(0.3, small()))
+            .prop_map(|(first, count, row, rows)| Units { first, count, row, rows });
+        let rows = prop_oneof![6 => 0_u32..40, 1 => any::<u32>()].prop_map(|rows| rows.saturating_mul(8));
+        let odd = prop::option::weighted(0.3, (units, rows));
+        (prop::option::weighted(0.1, legs()), prop::option::weighted(0.8, odd))
+    }
+
+    /// A frame that was on its way when the room was revoked is not written, and its leg is refused.
+    #[test]
+    fn nothing_lands_behind_the_fence() {
+        let (local, arena) = local();
+        let mut inbound = Inbound::new(Arc::clone(&local), PEER);
+        let leg = LegId {
+            key: key(1),
+            generation: Generation(1),
+            source: RankId(0),
+            target: RankId(0),
+            tokens: TokenRange::new(0, TOKENS),
+        };
+        let unit = |first| Units { first, count: 1, row: 0, rows: None };
+        assert!(inbound.accepts(&leg, &unit(0), 128));
+        inbound.land(&unit(0), &[1; 128]);
+        let pool = || {
+            let mut bytes = vec![0; arena.layout().len().index()];
+            arena.read(Bytes(0), &mut bytes).unwrap();
+            bytes
+        };
+        let fenced = pool();
+        assert!(inbound.accepts(&leg, &unit(1), 104));
+        local.revoke(leg.key, leg.generation);
+        inbound.land(&unit(1), &[1; 104]);
+        assert!(!inbound.accepts(&leg, &unit(2), 128));
+        assert_eq!(inbound.end(&leg), Some(Refusal::Room));
+        assert!(pool() == fenced);
+        assert_eq!(local.stats().landed, Bytes(128));
+        assert_eq!(local.stats().legs, 0);
+    }
+
+    proptest! {
+        /// Whatever a peer sends, in whatever order: nothing outside the granted rows changes, and what landed is
+        /// what was counted.
+        #[test]
+        fn nothing_lands_elsewhere(frames in prop::collection::vec(frames(), 1..60)) {
+            let (local, arena) = local();
+            let mut inbound = Inbound::new(Arc::clone(&local), PEER);
+            let mut leg =
+                LegId { key: key(1), generation: Generation(1), source: RankId(0), target: RankId(0), tokens: TokenRange::new(0, TOKENS) };
+            let (mut landed, mut due) = (0, 0);
+            for (next, frame) in frames {
+                leg = next.unwrap_or(leg);
+                let Some(units) = frame else {
+                    inbound.end(&leg);
+                    due = 0;
+                    continue;
+                };
+                // Two pages a layer, of which the second is not full.
+                let usual = || (Units { first: due, count: 1, row: 0, rows: None }, [128, 104][due as usize % 2]);
+                let (units, len) = units.unwrap_or_else(usual);
+                if inbound.accepts(&leg, &units, len) {
+                    inbound.land(&units, &vec![0xff; len as usize]);
+                    landed += u64::from(len);
+                    due += 1;
+                }
+            }
+            prop_assert_eq!(local.stats().landed, Bytes(landed));
+            for layer in [LayerId(0), LayerId(1)] {
+                let region = arena.layout().region(layer, Part::Latent).unwrap();
+                let mut rows = vec![0; (region.rows * region.row_bytes.0) as usize];
+                arena.read(region.offset, &mut rows).unwrap();
+                for (i, row) in rows.chunks(region.row_bytes.index()).enumerate() {
+                    let (page, offset) = (PageId((i / 16) as u32), i % 16);
+                    let granted = page == GRANTED[0] || (page == GRANTED[1] && offset < TOKENS as usize - 16);
+                    prop_assert!(granted || row.iter().all(|byte| *byte == 0), "row {} of page {}", offset, page);
+                }
+            }
+            prop_assert!((0..8).all(|page| arena.generation(PageId(page)).unwrap() == Generation(0)));
+        }
+    }
+}

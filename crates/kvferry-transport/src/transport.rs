@@ -157,7 +157,7 @@ pub struct Limits {
 impl Default for Limits {
     fn default() -> Self {
         Self {
-            connect: Duration::from_secs(1),
+            connect: Duration::from_secs(2),
             stall: Duration::from_secs(2),
             jobs: 4096,
             connections: 256,

@@ -12,8 +12,8 @@ mod serve;
 mod tests;
 
 use std::{
-    fs,
-    os::unix::{fs::DirBuilderExt, net::UnixListener, net::UnixStream},
+    fs, io,
+    os::unix::{fs::DirBuilderExt, net::UnixListener},
     path::{Path, PathBuf},
     sync::{
         Arc,
@@ -23,8 +23,13 @@ use std::{
 
 use kvferry_plan::{Generation, RankId, RoomKey};
 
+use rustix::net::{
+    AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with,
+    sockopt::{Timeout, set_socket_timeout},
+};
+
 use crate::{
-    Grant, Link, Mover, PeerAddr, Registration, Setup, Transport, TransportError, TransportStats,
+    Grant, Limits, Link, Mover, PeerAddr, Registration, Setup, Transport, TransportError, TransportStats,
     listener::Listener, local::Local, socket::Socket,
 };
 
@@ -41,7 +46,7 @@ pub struct Shm {
 struct Directory(PathBuf);
 
 impl Directory {
-    fn new(setup: &Setup) -> std::io::Result<Self> {
+    fn new(setup: &Setup) -> io::Result<Self> {
         static NEXT: AtomicU64 = AtomicU64::new(0);
         let number = NEXT.fetch_add(1, Ordering::Relaxed);
         let name = format!("kvferry-{}-{:x}-{number}", std::process::id(), setup.incarnation.nonce);
@@ -113,11 +118,11 @@ impl Transport for Shm {
                 },
             )?;
         let limits = &self.local.setup.limits;
-        let gone = |error: std::io::Error| TransportError::PeerGone {
+        let gone = |error: io::Error| TransportError::PeerGone {
             endpoint: endpoint.clone(),
             reason: error.to_string(),
         };
-        let socket = Socket::new(UnixStream::connect(path).map_err(gone)?, limits.stall).map_err(gone)?;
+        let socket = connect_to(path, limits).map_err(gone)?;
         let hello =
             socket.greet(self.local.setup.incarnation, peer.incarnation, limits.connect, &endpoint)?;
         let views = fds::receive(&socket, &hello, peer)?;
@@ -132,9 +137,18 @@ impl Transport for Shm {
     }
 
     fn close(&self) {
-        self.local.close();
+        // Peers see the connection end before they see rooms vanish.
         self.listener.close();
+        self.local.close();
     }
+}
+
+/// Connects, in bounded time also when nobody accepts.
+fn connect_to(path: &Path, limits: &Limits) -> io::Result<Socket> {
+    let fd = socket_with(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
+    set_socket_timeout(&fd, Timeout::Send, Some(limits.connect))?;
+    connect(&fd, &SocketAddrUnix::new(path)?)?;
+    Socket::new(fd, limits.stall)
 }
 
 impl Drop for Shm {

@@ -159,7 +159,7 @@ struct Task<'a> {
 }
 
 impl<'a> Task<'a> {
-    /// Sweeps the source pages of one layer of one part, then digests what was written while it is in the cache.
+    /// Sweeps the source pages of one layer of one part, then digests what was written.
     fn layer(&mut self, layer: LayerId, part: Part) -> Result<Bytes, TransportError> {
         let units = self.units(layer, part);
         let steps = self.steps(layer, part, &units)?;
@@ -222,12 +222,13 @@ impl<'a> Task<'a> {
     fn sweep(&self, steps: &[Step]) -> Result<(), TransportError> {
         let mut pages = steps.chunk_by(|a, b| a.page == b.page).peekable();
         while let Some(page) = pages.next() {
-            // A digest reads what was written, so it had better be in the cache.
+            // Past the cache, although a digest may follow: reading the pool again costs less than these stores
+            // would cost through it.
             let stores = match pages.peek() {
-                Some(next) if !self.job.digest => {
+                Some(next) => {
                     Stores::Streaming { ahead: start(next).wrapping_sub(start(page)).cast_signed() }
                 }
-                _ => Stores::Cached,
+                None => Stores::Cached,
             };
             self.unchanged(page)?;
             for step in page {
@@ -270,4 +271,60 @@ fn cut(steps: &[Step], batch: u64) -> usize {
 /// First byte of a page's steps.
 fn start(page: &[Step]) -> u64 {
     page.iter().map(|step| step.m.src.offset.0).min().unwrap_or(0)
+}
+
+#[cfg(test)]
+mod tests {
+    use kvferry_plan::{
+        Attempt, CacheShape, Dtype, PageTable, Pair, Placement, PoolLayout, RoomId, Strides, TokenRange,
+    };
+
+    use super::*;
+    use crate::{Grant, Registration, Setup};
+
+    /// A page that changes its owner *while* it is copied is found out afterwards. So that this happens at the
+    /// right moment in each run, the copy itself writes the generation: source and target are one arena here.
+    #[test]
+    fn a_page_that_changes_while_it_is_copied_is_stale() {
+        let shape = CacheShape::mla(1, 4);
+        let place = Placement::single(&shape, 16, Dtype::Bf16);
+        let layout = PoolLayout::new(&shape, &place, RankId(0), 4).unwrap();
+        let arena = Arc::new(Arena::new("test", layout.clone()).unwrap());
+        let row = layout.regions()[0].offset;
+        arena.write(row, &[9, 0, 0, 0, 0, 0, 0, 0]).unwrap();
+        let view = ArenaView::map(arena.fd(), layout.clone()).unwrap();
+
+        let (us, peer) = (Incarnation::default(), Incarnation { started_ms: 1, nonce: 1 });
+        let local = Local::new(Setup::new(us));
+        local.register(RankId(0), Registration::host(Arc::clone(&arena))).unwrap();
+        let key = RoomKey { room: RoomId(1), attempt: Attempt(1) };
+        let (generation, tokens) = (Generation(1), TokenRange::new(0, 16));
+        let pair = Arc::new(Pair::new(shape, place.clone(), place).unwrap());
+        let (table, ranks) = (PageTable([PageId(3)].into()), vec![RankId(0)]);
+        let landed = Arc::new(drop);
+        local
+            .grant(Grant { key, generation, peer, pair, table, tokens, ranks, digest: true, landed })
+            .unwrap();
+        let room = local.room(key, generation, peer).unwrap();
+
+        let leg =
+            Leg { target: RankId(0), plan: Arc::default(), source_pages: vec![(PageId(1), Generation(0))] };
+        let job = Job { key, generation, source: RankId(0), tokens, digest: true, legs: vec![leg] };
+        let courses = vec![Course::new(&room, &job, &job.legs[0]).unwrap()];
+        let task = Task { job: &job, view: &view, room: &room, stop: &Stop::default(), courses };
+        let to = |offset| {
+            let strides = |offset| Strides { offset, row: Bytes(8), block: Bytes(8) };
+            let m =
+                StridedMove { src: strides(row), dst: strides(offset), len: Bytes(8), rows: 1, blocks: 1 };
+            Step { page: PageId(1), leg: 0, m }
+        };
+        task.sweep(&[to(Bytes(row.0 + 64))]).unwrap();
+        let word = layout.generation_offset(PageId(1)).unwrap();
+        match task.sweep(&[to(word)]) {
+            Err(TransportError::StalePage { page, expected, found }) => {
+                assert_eq!((page, expected, found), (PageId(1), Generation(0), Generation(9)));
+            }
+            other => panic!("{other:?}"),
+        }
+    }
 }

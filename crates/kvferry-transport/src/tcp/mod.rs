@@ -122,8 +122,9 @@ impl Transport for Tcp {
     }
 
     fn close(&self) {
-        self.local.close();
+        // Peers see the connection end before they see rooms vanish.
         self.listener.close();
+        self.local.close();
     }
 }
 

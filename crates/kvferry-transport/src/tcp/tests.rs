@@ -278,7 +278,8 @@ fn rooms_that_are_not_granted_are_refused() {
 
 #[test]
 fn a_peer_that_stops_or_dies_in_the_middle_is_noticed() {
-    let world = world(Limits { stall: Duration::from_millis(100), ..Limits::default() });
+    let (stall, connect) = (Duration::from_millis(100), Duration::from_millis(300));
+    let world = world(Limits { stall, connect, ..Limits::default() });
     let header = Header { leg: world.leg, body: Body::Units(whole(1, 1)) };
     for dies in [false, true] {
         let mut stream = world.dial();
