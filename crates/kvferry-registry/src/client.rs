@@ -7,7 +7,7 @@ use reqwest::{Method, StatusCode};
 use serde::{Serialize, de::DeserializeOwned};
 use tokio::{sync::watch, task::JoinHandle, time::sleep};
 
-use crate::{Granted, HEARTBEAT, Heartbeat, Member, Members, Problem, loopback_url};
+use crate::{Granted, HEARTBEAT, Heartbeat, Member, Members, Problem, loopback_http, loopback_url};
 
 /// Longest wait for one answer.
 const TIMEOUT: Duration = Duration::from_secs(2);
@@ -71,11 +71,9 @@ impl Client {
     /// [`ClientError::Address`] when the URL is not a loopback URL.
     pub fn new(url: &str) -> Result<Self, ClientError> {
         loopback_url(url).map_err(ClientError::Address)?;
-        let http = reqwest::Client::builder()
-            .timeout(TIMEOUT)
-            .no_proxy()
-            .build()
-            .map_err(|e| ClientError::Address(e.to_string()))?;
+        let http = loopback_http()
+            .and_then(|builder| builder.timeout(TIMEOUT).build().map_err(|e| e.to_string()))
+            .map_err(ClientError::Address)?;
         Ok(Self { http, url: url.trim_end_matches('/').to_owned() })
     }
 

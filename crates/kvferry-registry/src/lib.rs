@@ -18,6 +18,8 @@
 
 #[cfg(feature = "client")]
 mod client;
+#[cfg(feature = "client")]
+mod http;
 mod member;
 #[cfg(feature = "server")]
 mod server;
@@ -25,6 +27,8 @@ mod store;
 
 #[cfg(feature = "client")]
 pub use client::{Client, ClientError, Registration, State};
+#[cfg(feature = "client")]
+pub use http::loopback_http;
 pub use member::{Granted, Heartbeat, Member, Members, Problem, Role, loopback_url};
 #[cfg(feature = "server")]
 pub use server::{BindError, bind_loopback, router};

@@ -1,11 +1,14 @@
 //! Client and server over a real loopback port.
 
+#![allow(clippy::unwrap_used)]
 #![cfg(all(feature = "client", feature = "server"))]
 
 use std::{net::SocketAddr, time::Duration};
 
 use kvferry_plan::{Blame, CacheShape, Descriptor, Dtype, Incarnation, InstanceId, PROTOCOL, Placement};
-use kvferry_registry::{BindError, Client, ClientError, Member, Role, State, Store, bind_loopback, router};
+use kvferry_registry::{
+    BindError, Client, ClientError, Member, Role, State, Store, bind_loopback, loopback_http, router,
+};
 use tokio::{net::TcpListener, task::JoinHandle, time::timeout};
 
 const SOON: Duration = Duration::from_secs(10);
@@ -100,7 +103,7 @@ async fn only_loopback() {
 async fn bodies_that_are_not_members_are_answered() {
     let (listener, url) = listen().await;
     start(listener, Duration::from_secs(2));
-    let http = reqwest::Client::new();
+    let http = loopback_http().unwrap().build().unwrap();
     let put = |path: &str, body: String| {
         http.put(format!("{url}{path}")).header("content-type", "application/json").body(body).send()
     };

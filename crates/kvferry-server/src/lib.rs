@@ -1,1 +1,41 @@
-//! HTTP face of an instance: prefill, decode and registry roles, admin endpoints.
+//! The HTTP face of an instance: prefill and decode roles over an engine and a node, the registry role, admin
+//! endpoints, and the client that speaks to them.
+//!
+//! | request | of | answer |
+//! |---|---|---|
+//! | `GET /health` | all | [`Health`] |
+//! | `GET /debug/ledger` | all | what the process holds: pages, rooms, links, sockets, descriptors, threads |
+//! | `GET /debug/kv/{room}?attempt=A&rank=R` | prefill, decode | [`KvDump`]: the prompt's cache on one rank, by coordinate |
+//! | `DELETE /debug/kv/{room}?attempt=A` | prefill, decode | 204; releases a room that was held for such reading |
+//! | `POST /internal/prefill` | prefill | [`PrefillRequest`] to [`PrefillReply`], when the room has ended |
+//! | `POST /internal/decode` | decode | [`DecodeRequest`] to a stream of [`DecodeRecord`], one JSON object a line |
+//!
+//! A client that goes away ends its room, on both sides. Every refusal and failure is a [`Problem`]. The crate is
+//! *not* for computing (`kvferry-engine`) nor for moving bytes (`kvferry-node`); it introduces them to each other
+//! ([`NodeHandOff`]).
+
+#![forbid(unsafe_code)]
+
+mod admin;
+mod api;
+mod client;
+mod decode;
+mod dump;
+mod error;
+mod handoff;
+mod instance;
+mod prefill;
+mod process;
+mod registry;
+
+pub use admin::Health;
+pub use api::{
+    Chosen, DecodeDone, DecodeRecord, DecodeRequest, PrefillReply, PrefillRequest, Problem, SamplingSpec,
+    Stage, Transfer,
+};
+pub use client::{DecodeStream, InstanceClient};
+pub use dump::{DumpError, DumpPart, KvDump};
+pub use error::ServerError;
+pub use handoff::NodeHandOff;
+pub use instance::{Instance, InstanceConfig};
+pub use registry::serve_registry;

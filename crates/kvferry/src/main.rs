@@ -1,1 +1,57 @@
-fn main() {}
+//! The one binary. Not for anything that a library user would want: that is in the crates below.
+
+#![forbid(unsafe_code)]
+
+mod args;
+mod demo;
+mod failure;
+mod model;
+mod serve;
+mod terminal;
+
+use std::process::ExitCode;
+
+use clap::Parser;
+use kvferry_plan::Blame;
+use tracing_subscriber::EnvFilter;
+
+use args::{Cli, Command, ModelCommand};
+use failure::Failure;
+use model::Progress;
+
+fn main() -> ExitCode {
+    let cli = Cli::parse();
+    let filter = EnvFilter::try_from_env("KVFERRY_LOG").unwrap_or_else(|_| EnvFilter::new("warn"));
+    tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).init();
+    // The TLS library asks for its cryptography before the first connection; nobody else has chosen one.
+    let _ = rustls::crypto::ring::default_provider().install_default();
+    match run(cli.command) {
+        Ok(code) => code,
+        Err(failure) => {
+            terminal::complain(&failure);
+            failure.exit_code()
+        }
+    }
+}
+
+fn run(command: Command) -> Result<ExitCode, Failure> {
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(2)
+        .enable_all()
+        .build()
+        .map_err(|e| Failure::new(Blame::Environment, format!("cannot start the runtime: {e}")))?;
+    let result = match command {
+        Command::Demo(args) => runtime.block_on(demo::run(*args)),
+        Command::Serve(args) => runtime.block_on(serve::run(*args)).map(|()| ExitCode::SUCCESS),
+        Command::Model(ModelCommand::Path { model }) => {
+            model::path(&model).map(|path| terminal::line(path.display())).map(|()| ExitCode::SUCCESS)
+        }
+        Command::Model(ModelCommand::Pull { model }) => runtime
+            .block_on(model::locate(&model, Progress::Shown))
+            .map(|located| terminal::line(located.path.unwrap_or_default().display()))
+            .map(|()| ExitCode::SUCCESS),
+    };
+    // A thread that still computes for a request that failed does not keep the process.
+    runtime.shutdown_background();
+    result
+}

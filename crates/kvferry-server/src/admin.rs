@@ -1,0 +1,123 @@
+//! Admin endpoints: how the process is, what it holds, and what lies in its cache.
+
+use std::sync::Arc;
+
+use axum::{
+    Json,
+    extract::{
+        Path, Query, State,
+        rejection::{PathRejection, QueryRejection},
+    },
+    http::{StatusCode, header},
+    response::{IntoResponse, Response},
+};
+use kvferry_engine::EngineStats;
+use kvferry_plan::{Attempt, Blame, Incarnation, InstanceId, RankId, RoomId, RoomKey};
+use kvferry_registry::{Role, State as Registered};
+use serde::{Deserialize, Serialize};
+
+use crate::{KvDump, Problem, Stage, instance::Shared, process::ProcessCounts};
+
+/// How an instance is.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Health {
+    /// `ok`, or `draining` when it takes no new work.
+    pub status: String,
+    /// `prefill` or `decode`.
+    pub role: Role,
+    /// Its name.
+    pub instance: InstanceId,
+    /// This start of it.
+    pub incarnation: Incarnation,
+    /// Whether the registry knows it.
+    pub registered: bool,
+    /// The model.
+    pub model: String,
+    /// Its ranks.
+    pub ranks: u32,
+    /// Longest prompt that it serves, in tokens.
+    pub longest_prompt: u64,
+}
+
+pub(crate) async fn health(State(shared): State<Arc<Shared>>) -> Json<Health> {
+    Json(Health {
+        status: if shared.draining() { "draining" } else { "ok" }.into(),
+        role: shared.role,
+        instance: shared.instance.clone(),
+        incarnation: shared.node.incarnation(),
+        registered: shared.registration.state() == Registered::Registered,
+        model: shared.engine.model().name().to_owned(),
+        ranks: shared.engine.placement().ranks(),
+        longest_prompt: shared.engine.longest_prompt(),
+    })
+}
+
+#[derive(Serialize)]
+pub(crate) struct Ledger {
+    /// Pages and requests.
+    engine: EngineStats,
+    /// Rooms, leases, links.
+    node: kvferry_node::Ledger,
+    /// Requests whose task runs.
+    tasks: usize,
+    /// Rooms whose pages are kept for reading.
+    held: usize,
+    /// Sockets, descriptors, threads.
+    process: ProcessCounts,
+}
+
+pub(crate) async fn ledger(State(shared): State<Arc<Shared>>) -> Json<Ledger> {
+    Json(Ledger {
+        engine: shared.engine.stats(),
+        node: shared.node.ledger(),
+        tasks: shared.tasks.len(),
+        held: shared.held_rooms(),
+        process: ProcessCounts::now(),
+    })
+}
+
+#[derive(Deserialize)]
+pub(crate) struct Which {
+    #[serde(default)]
+    attempt: u32,
+    #[serde(default)]
+    rank: u32,
+}
+
+fn key(room: Result<Path<String>, PathRejection>, which: &Which) -> Result<RoomKey, Problem> {
+    let Path(room) = room?;
+    let room = RoomId::parse(&room).ok_or_else(|| {
+        Problem::new(Blame::Caller, Stage::Request, format!("{room:?} is not a room: 32 hexadecimal digits"))
+    })?;
+    Ok(RoomKey { room, attempt: Attempt(which.attempt) })
+}
+
+pub(crate) async fn kv(
+    State(shared): State<Arc<Shared>>,
+    room: Result<Path<String>, PathRejection>,
+    which: Result<Query<Which>, QueryRejection>,
+) -> Result<Response, Problem> {
+    let Query(which) = which?;
+    let (key, rank) = (key(room, &which)?, RankId(which.rank));
+    let failed = |error: kvferry_engine::EngineError| Problem::engine(Stage::Request, &error);
+    let rows = shared.engine.rows(key).map_err(failed)?.await.map_err(failed)?;
+    let dump =
+        tokio::task::spawn_blocking(move || rows.rank(rank).map(|rows| KvDump::new(key, rows).encode()))
+            .await
+            .map_err(|error| Problem::new(Blame::Us, Stage::Request, error))?
+            .map_err(failed)?;
+    Ok(([(header::CONTENT_TYPE, "application/octet-stream")], dump).into_response())
+}
+
+pub(crate) async fn release(
+    State(shared): State<Arc<Shared>>,
+    room: Result<Path<String>, PathRejection>,
+    which: Result<Query<Which>, QueryRejection>,
+) -> Result<StatusCode, Problem> {
+    let Query(which) = which?;
+    let key = key(room, &which)?;
+    if shared.release(key) {
+        return Ok(StatusCode::NO_CONTENT);
+    }
+    Err(Problem::new(Blame::Caller, Stage::Request, format!("room {key} is not held here")))
+}

@@ -1,0 +1,177 @@
+//! `POST /internal/decode`: takes a prompt's cache over and continues it, one JSON line a token.
+
+use std::{convert::Infallible, sync::Arc};
+
+use axum::{
+    Json,
+    body::Body,
+    extract::{State, rejection::JsonRejection},
+    http::header,
+    response::{IntoResponse, Response},
+};
+use futures_util::stream;
+use kvferry_engine::{Answer, Event, FirstToken, Request};
+use kvferry_node::{PeerAddr, Receipt, Receive};
+use kvferry_plan::{Blame, PageTable, TokenRange};
+use tokio::sync::mpsc;
+
+use crate::{
+    Chosen, DecodeDone, DecodeRecord, DecodeRequest, Problem, Stage, Transfer, api, instance::Shared,
+};
+
+/// Lines that may wait for a client that reads slowly; then its request waits.
+const BACKLOG: usize = 64;
+
+pub(crate) async fn handle(
+    State(shared): State<Arc<Shared>>,
+    body: Result<Json<DecodeRequest>, JsonRejection>,
+) -> Result<Response, Problem> {
+    let Json(asked) = body?;
+    shared.admit()?;
+    // What can never fit is refused before the other side is even looked for.
+    let tokens = asked.prompt.len() as u64;
+    let granted = shared
+        .engine
+        .reserve(asked.key, tokens, asked.max_tokens)
+        .map_err(|error| Problem::engine(Stage::Admission, &error))?;
+    let (lines, records) = mpsc::channel(BACKLOG);
+    shared.tasks.spawn(Room { shared: Arc::clone(&shared), asked, lines }.run(granted));
+    let body = stream::unfold(records, |mut records| async move {
+        let mut line = serde_json::to_string(&records.recv().await?).unwrap_or_default();
+        line.push('\n');
+        Some((Ok::<_, Infallible>(line), records))
+    });
+    Ok(([(header::CONTENT_TYPE, "application/x-ndjson")], Body::from_stream(body)).into_response())
+}
+
+struct Room {
+    shared: Arc<Shared>,
+    asked: DecodeRequest,
+    /// Closed when the client goes away.
+    lines: mpsc::Sender<DecodeRecord>,
+}
+
+impl Room {
+    async fn run(self, granted: Answer<PageTable>) {
+        let key = self.asked.key;
+        let result = self.take_over(granted).await;
+        if result.is_ok() && self.asked.hold {
+            self.shared.hold(key);
+        } else {
+            self.shared.engine.release(key);
+        }
+        let last = match result {
+            Ok(done) => DecodeRecord::Done(done),
+            Err(problem) => {
+                tracing::warn!(%key, %problem, "decode room failed");
+                DecodeRecord::Error(problem)
+            }
+        };
+        // A client that has gone away does not read it.
+        let _ = self.lines.send(last).await;
+    }
+
+    async fn take_over(&self, granted: Answer<PageTable>) -> Result<DecodeDone, Problem> {
+        let table = tokio::select! {
+            granted = granted => granted.map_err(|error| Problem::engine(Stage::Admission, &error))?,
+            problem = self.ended(Stage::Admission) => return Err(problem),
+        };
+        let peer = tokio::select! {
+            peer = self.find_prefill() => peer?,
+            problem = self.ended(Stage::Lookup) => return Err(problem),
+        };
+        let receipt = self.receive(peer, table).await?;
+        self.generate(&receipt).await
+    }
+
+    /// Comes true when nobody wants the answer any more.
+    async fn ended(&self, stage: Stage) -> Problem {
+        tokio::select! {
+            () = self.lines.closed() => Problem::new(Blame::Caller, stage, "the client went away"),
+            () = self.shared.stop.cancelled() => Problem::new(Blame::Environment, stage, "shutting down"),
+        }
+    }
+
+    async fn find_prefill(&self) -> Result<PeerAddr, Problem> {
+        let Shared { registry, .. } = &*self.shared;
+        let problem = |blame, cause: String| Problem::new(blame, Stage::Lookup, cause);
+        let wanted = &self.asked.prefill;
+        let members = registry.members().await.map_err(|e| problem(e.blame(), e.to_string()))?;
+        let Some(member) = members.iter().find(|m| m.instance == *wanted) else {
+            let there: Vec<_> = members.iter().map(|m| m.instance.to_string()).collect();
+            let cause =
+                format!("no instance `{wanted}` at {}; there are: {}", registry.url(), there.join(", "));
+            return Err(problem(Blame::Caller, cause));
+        };
+        Ok(PeerAddr {
+            instance: member.instance.clone(),
+            incarnation: member.incarnation,
+            endpoint: member.control.clone(),
+        })
+    }
+
+    async fn receive(&self, peer: PeerAddr, table: PageTable) -> Result<Receipt, Problem> {
+        let tokens = TokenRange::new(0, self.asked.prompt.len() as u64);
+        let room = Receive { key: self.asked.key, peer, table, tokens, transport: None };
+        let handle = self.shared.node.receive(room);
+        tokio::select! {
+            outcome = handle.outcome() => {
+                outcome.map_err(|error| Problem::new(error.blame(), Stage::HandOff, error))
+            }
+            problem = self.ended(Stage::HandOff) => {
+                handle.abort(&problem.cause);
+                // Only the outcome says that nobody writes into the pages any more.
+                let _ = handle.outcome().await;
+                Err(problem)
+            }
+        }
+    }
+
+    async fn generate(&self, receipt: &Receipt) -> Result<DecodeDone, Problem> {
+        let asked = &self.asked;
+        let request = Request {
+            prompt: asked.prompt.clone(),
+            max_tokens: asked.max_tokens,
+            sampling: asked.sampling.into(),
+            ignore_eos: asked.ignore_eos,
+            hold: None,
+        };
+        let first = FirstToken { id: receipt.first.token, logprob: receipt.first.logprob };
+        let mut events = self
+            .shared
+            .engine
+            .decode(asked.key, request, first)
+            .map_err(|error| Problem::engine(Stage::Compute, &error))?;
+        loop {
+            let event = tokio::select! {
+                event = events.next() => event,
+                problem = self.ended(Stage::Compute) => return Err(problem),
+            };
+            match event {
+                Some(Event::Token { id, logprob }) => {
+                    // A client that went away is seen by the next turn.
+                    let _ = self.lines.send(DecodeRecord::Token(Chosen { id, logprob })).await;
+                }
+                Some(Event::Done { reason, prompt_tokens_computed }) => {
+                    return Ok(DecodeDone {
+                        reason: api::reason(reason).into(),
+                        prompt_tokens: asked.prompt.len() as u64,
+                        prompt_tokens_computed,
+                        transfer: Transfer {
+                            transport: receipt.transport.to_string(),
+                            bytes: receipt.bytes,
+                            planned_bytes: receipt.planned_bytes,
+                            runs: receipt.copies,
+                            seconds: receipt.seconds,
+                        },
+                    });
+                }
+                Some(Event::Failed(error)) => return Err(Problem::engine(Stage::Compute, &error)),
+                Some(_) => {}
+                None => {
+                    return Err(Problem::new(Blame::Environment, Stage::Compute, "the engine has stopped"));
+                }
+            }
+        }
+    }
+}

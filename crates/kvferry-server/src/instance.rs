@@ -1,0 +1,253 @@
+//! One instance: an engine and a node behind one HTTP port, registered under a name.
+
+use std::{
+    collections::HashMap,
+    net::SocketAddr,
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicBool, Ordering},
+    },
+    time::{Duration, Instant},
+};
+
+use axum::{
+    Router,
+    extract::DefaultBodyLimit,
+    routing::{get, post},
+};
+use kvferry_engine::{Engine, EngineConfig, HandOff, Model};
+use kvferry_node::{Node, NodeConfig};
+use kvferry_plan::{Blame, Incarnation, InstanceId, RoomKey};
+use kvferry_registry::{Client, Member, Registration, Role, State, bind_loopback};
+use kvferry_transport::{Inject, TransportKind};
+use tokio::net::TcpListener;
+use tokio_util::{sync::CancellationToken, task::TaskTracker};
+
+use crate::{NodeHandOff, Problem, ServerError, Stage, admin, decode, prefill};
+
+/// Largest request body: a million token ids.
+const BODY: usize = 8 << 20;
+/// How long a draining instance waits for the rooms that it has.
+const DRAIN: Duration = Duration::from_secs(10);
+/// How long a finished room may be held for somebody to read its cache.
+const HOLD: Duration = Duration::from_secs(60);
+
+/// What an instance is started with, besides its model.
+#[derive(Clone, Debug)]
+pub struct InstanceConfig {
+    /// Its name, the same over restarts.
+    pub instance: InstanceId,
+    /// What it does.
+    pub role: Role,
+    /// Where its HTTP port is opened; loopback only, port 0 takes a free one.
+    pub listen: SocketAddr,
+    /// URL of the registry, which may start later.
+    pub registry: String,
+    /// Layout and capacity.
+    pub engine: EngineConfig,
+    /// Transports, most wanted first.
+    pub transports: Vec<TransportKind>,
+    /// Whether payload digests are compared.
+    pub digest: bool,
+    /// A fault to commit on what lands here.
+    pub inject: Option<Inject>,
+}
+
+/// What all requests share.
+pub(crate) struct Shared {
+    pub(crate) instance: InstanceId,
+    pub(crate) role: Role,
+    pub(crate) engine: Engine,
+    pub(crate) node: Arc<Node>,
+    pub(crate) handoff: Arc<NodeHandOff>,
+    pub(crate) registry: Client,
+    /// Rooms that are over but whose pages are kept for reading, and since when.
+    held: Mutex<HashMap<RoomKey, Instant>>,
+    pub(crate) registration: Registration,
+    draining: AtomicBool,
+    /// Work that outlives its HTTP request.
+    pub(crate) tasks: TaskTracker,
+    /// Ends what is still under way when draining took too long.
+    pub(crate) stop: CancellationToken,
+}
+
+impl Shared {
+    /// Refuses new work once the instance drains.
+    pub(crate) fn admit(&self) -> Result<(), Problem> {
+        if !self.draining() {
+            return Ok(());
+        }
+        let cause = format!("{} is shutting down; ask another instance", self.instance);
+        Err(Problem::new(Blame::Environment, Stage::Admission, cause))
+    }
+
+    pub(crate) fn draining(&self) -> bool {
+        self.draining.load(Ordering::Relaxed)
+    }
+
+    fn held(&self) -> MutexGuard<'_, HashMap<RoomKey, Instant>> {
+        self.held.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Keeps the pages of a finished room until somebody releases it, or its time is up.
+    pub(crate) fn hold(self: &Arc<Self>, key: RoomKey) {
+        let since = Instant::now();
+        self.held().insert(key, since);
+        // Not a tracked task: draining does not wait for readers, the engine's end frees the pages.
+        let shared = Arc::downgrade(self);
+        tokio::spawn(async move {
+            tokio::time::sleep(HOLD).await;
+            if let Some(shared) = shared.upgrade()
+                && shared.held().get(&key) == Some(&since)
+            {
+                tracing::warn!(%key, "a held room was never released");
+                shared.release(key);
+            }
+        });
+    }
+
+    /// Releases a held room; false when none of that key is held.
+    pub(crate) fn release(&self, key: RoomKey) -> bool {
+        let was_held = self.held().remove(&key).is_some();
+        if was_held {
+            self.engine.release(key);
+        }
+        was_held
+    }
+
+    pub(crate) fn held_rooms(&self) -> usize {
+        self.held().len()
+    }
+}
+
+/// A running instance.
+pub struct Instance {
+    shared: Arc<Shared>,
+    listener: TcpListener,
+    http: SocketAddr,
+}
+
+impl std::fmt::Debug for Instance {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Instance").field("instance", &self.shared.instance).field("http", &self.http).finish()
+    }
+}
+
+impl Instance {
+    /// Builds the pools, opens the ports and begins to register. Building takes a moment and blocks; must be called
+    /// within a tokio runtime.
+    ///
+    /// # Errors
+    /// [`ServerError`] names what cannot work.
+    pub async fn start(model: Arc<Model>, config: InstanceConfig) -> Result<Self, ServerError> {
+        let registry = Client::new(&config.registry)?;
+        let listener = bind_loopback(config.listen).await?;
+        let http = listener.local_addr()?;
+        let handoff = Arc::new(NodeHandOff::default());
+        let engine = Engine::start(model, &config.engine, Arc::clone(&handoff) as Arc<dyn HandOff>)?;
+        let node = Node::start(NodeConfig {
+            instance: config.instance.clone(),
+            incarnation: None,
+            bind: (config.listen.ip(), 0).into(),
+            descriptor: engine.descriptor(),
+            arenas: engine.arenas().to_vec(),
+            transports: config.transports,
+            digest: config.digest,
+            inject: config.inject,
+            limits: kvferry_node::Limits::default(),
+        })?;
+        let member = Member {
+            instance: config.instance.clone(),
+            incarnation: node.incarnation(),
+            role: config.role,
+            http: format!("http://{http}"),
+            control: node.endpoint(),
+            ranks: engine.placement().ranks(),
+            descriptor: engine.descriptor(),
+            transports: node.transports().into_iter().map(|(_, endpoint)| endpoint).collect(),
+        };
+        let registration = registry.keep(member);
+        let shared = Arc::new(Shared {
+            instance: config.instance,
+            role: config.role,
+            engine,
+            node,
+            handoff,
+            registry,
+            held: Mutex::default(),
+            registration,
+            draining: AtomicBool::new(false),
+            tasks: TaskTracker::new(),
+            stop: CancellationToken::new(),
+        });
+        Ok(Self { shared, listener, http })
+    }
+
+    /// Base URL of the HTTP port.
+    #[must_use]
+    pub fn url(&self) -> String {
+        format!("http://{}", self.http)
+    }
+
+    /// This start of the instance.
+    #[must_use]
+    pub fn incarnation(&self) -> Incarnation {
+        self.shared.node.incarnation()
+    }
+
+    /// Serves until `drain` is cancelled, then finishes what is under way (for a bounded time), leaves the registry
+    /// and closes everything.
+    ///
+    /// # Errors
+    /// [`ServerError::Refused`] when the registry refuses this instance for good, [`ServerError::Http`].
+    pub async fn serve(self, drain: CancellationToken) -> Result<(), ServerError> {
+        let shared = Arc::clone(&self.shared);
+        let closing = CancellationToken::new();
+        let server = axum::serve(self.listener, routes(Arc::clone(&self.shared)))
+            .with_graceful_shutdown(closing.clone().cancelled_owned());
+        let server = tokio::spawn(async move { server.await });
+        let refused = async {
+            loop {
+                match shared.registration.registered().await {
+                    Err(reason) => return reason,
+                    Ok(()) => tokio::time::sleep(kvferry_registry::HEARTBEAT).await,
+                }
+            }
+        };
+        let result = tokio::select! {
+            () = drain.cancelled() => Ok(()),
+            reason = refused => Err(ServerError::Refused(reason)),
+        };
+        shared.draining.store(true, Ordering::Relaxed);
+        tracing::info!(instance = %shared.instance, rooms = shared.tasks.len(), "draining");
+        if shared.registration.state() == State::Registered
+            && let Err(error) = shared.registry.deregister(shared.registration.member()).await
+        {
+            tracing::warn!(%error, "could not leave the registry; the lease runs out by itself");
+        }
+        shared.tasks.close();
+        if tokio::time::timeout(DRAIN, shared.tasks.wait()).await.is_err() {
+            tracing::warn!(rooms = shared.tasks.len(), "draining took too long: aborting what is left");
+            shared.stop.cancel();
+            shared.tasks.wait().await;
+        }
+        closing.cancel();
+        // Connections that a client keeps open do not keep the instance.
+        let _ = tokio::time::timeout(Duration::from_secs(1), server).await;
+        shared.node.shutdown().await;
+        result
+    }
+}
+
+fn routes(shared: Arc<Shared>) -> Router {
+    let admin = Router::new()
+        .route("/health", get(admin::health))
+        .route("/debug/ledger", get(admin::ledger))
+        .route("/debug/kv/{room}", get(admin::kv).delete(admin::release));
+    match shared.role {
+        Role::Decode => admin.route("/internal/decode", post(decode::handle)),
+        _ => admin.route("/internal/prefill", post(prefill::handle)),
+    }
+    .layer(DefaultBodyLimit::max(BODY))
+    .with_state(shared)
+}

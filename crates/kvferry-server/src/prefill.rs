@@ -1,0 +1,121 @@
+//! `POST /internal/prefill`: computes a prompt and hands its cache over.
+
+use std::{sync::Arc, time::Instant};
+
+use axum::{
+    Json,
+    extract::{State, rejection::JsonRejection},
+};
+use kvferry_engine::{Answer, Request};
+use kvferry_node::SourceRoom;
+use kvferry_plan::{Blame, PageTable, RoomKey, TokenRange};
+use tokio::sync::oneshot;
+
+use crate::{PrefillReply, PrefillRequest, Problem, Stage, instance::Shared};
+
+pub(crate) async fn handle(
+    State(shared): State<Arc<Shared>>,
+    body: Result<Json<PrefillRequest>, JsonRejection>,
+) -> Result<Json<PrefillReply>, Problem> {
+    let Json(asked) = body?;
+    shared.admit()?;
+    let (key, prompt_tokens) = (asked.key, asked.prompt.len() as u64);
+    if !shared.handoff.expect(key) {
+        let cause = format!("room {key} is in use here already; a retry is a new attempt");
+        return Err(Problem::new(Blame::Caller, Stage::Admission, cause));
+    }
+    let request = Request { sampling: asked.sampling.into(), ..Request::greedy(asked.prompt, 1) };
+    let granted = match shared.engine.prefill(key, request) {
+        Ok(granted) => granted,
+        Err(error) => {
+            shared.handoff.forget(key);
+            return Err(Problem::engine(Stage::Admission, &error));
+        }
+    };
+    let (reply, answer) = oneshot::channel();
+    // The room outlives a client that goes away: its pages may be read until the other side has let go.
+    let room = Room { shared: Arc::clone(&shared), key, prompt_tokens, started: Instant::now() };
+    shared.tasks.spawn(room.run(granted, reply));
+    answer
+        .await
+        .unwrap_or_else(|_| {
+            Err(Problem::new(Blame::Us, Stage::Compute, "the room's task ended without an answer"))
+        })
+        .map(Json)
+}
+
+struct Room {
+    shared: Arc<Shared>,
+    key: RoomKey,
+    prompt_tokens: u64,
+    started: Instant,
+}
+
+impl Room {
+    async fn run(
+        self,
+        granted: Answer<PageTable>,
+        mut reply: oneshot::Sender<Result<PrefillReply, Problem>>,
+    ) {
+        let result = self.hand_over(granted, &mut reply).await;
+        if let Err(problem) = &result {
+            tracing::warn!(key = %self.key, %problem, "prefill room failed");
+        }
+        // A client that has gone away does not read it.
+        let _ = reply.send(result);
+    }
+
+    async fn hand_over(
+        &self,
+        granted: Answer<PageTable>,
+        reply: &mut oneshot::Sender<Result<PrefillReply, Problem>>,
+    ) -> Result<PrefillReply, Problem> {
+        let Shared { engine, node, handoff, stop, .. } = &*self.shared;
+        let key = self.key;
+        let gone = || Problem::new(Blame::Caller, Stage::Admission, "the client went away");
+        let table = tokio::select! {
+            granted = granted => granted.map_err(|error| Problem::engine(Stage::Admission, &error)),
+            () = reply.closed() => Err(gone()),
+            () = stop.cancelled() => Err(Problem::new(Blame::Environment, Stage::Admission, "shutting down")),
+        };
+        let tokens = TokenRange::new(0, self.prompt_tokens);
+        let handle = match table {
+            Ok(table) => Arc::new(node.send(SourceRoom { key, table, tokens })),
+            Err(problem) => {
+                handoff.forget(key);
+                engine.release(key);
+                return Err(problem);
+            }
+        };
+        handoff.attach(key, &handle);
+        let outcome = tokio::select! {
+            outcome = handle.outcome() => outcome,
+            () = reply.closed() => {
+                handle.abort("the client of prefill went away");
+                handle.outcome().await
+            }
+            () = stop.cancelled() => {
+                handle.abort("prefill is shutting down");
+                handle.outcome().await
+            }
+        };
+        // The outcome says that nobody reads the pages any more.
+        let computed = handoff.forget(key);
+        engine.release(key);
+        match (outcome, computed) {
+            (Ok(receipt), Some(Ok(first))) => Ok(PrefillReply {
+                first: first.into(),
+                prompt_tokens: self.prompt_tokens,
+                exposed_seconds: receipt.exposed_seconds,
+                seconds: self.started.elapsed().as_secs_f64(),
+            }),
+            (Err(_), Some(Err(error))) => Err(Problem::engine(Stage::Compute, &error)),
+            (Err(error), _) => Err(Problem::new(error.blame(), Stage::HandOff, error)),
+            (Ok(_), _) => {
+                let cause =
+                    "the room was completed without a first token; this is a defect, please report it";
+                Err(Problem::new(Blame::Us, Stage::Compute, cause))
+            }
+        }
+    }
+}

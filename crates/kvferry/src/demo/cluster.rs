@@ -1,0 +1,248 @@
+//! The processes of a demo: a registry, a prefill and a decode instance, children of this one. They end with it,
+//! whatever way it ends: each watches its standard input, which only this process holds open.
+
+use std::{
+    collections::VecDeque,
+    ffi::OsString,
+    process::Stdio,
+    sync::{Arc, Mutex, PoisonError},
+    time::Duration,
+};
+
+use kvferry_plan::{Blame, InstanceId, LayoutSpec};
+use kvferry_registry::{Client, Member};
+use kvferry_server::InstanceClient;
+use serde::Deserialize;
+use tokio::{
+    io::{AsyncBufReadExt, AsyncRead, BufReader, Lines},
+    process::{ChildStdin, ChildStdout, Command},
+    time::{sleep, timeout},
+};
+
+use crate::{
+    args::{DemoArgs, name_of},
+    failure::Failure,
+    model::Located,
+};
+
+/// For a process to load its model and open its ports.
+const START: Duration = Duration::from_secs(180);
+/// For instances to reach the registry.
+const REGISTER: Duration = Duration::from_secs(10);
+/// For a process to end in order.
+const STOP: Duration = Duration::from_secs(5);
+/// Lines of a child's errors that are kept.
+const KEPT: usize = 20;
+
+/// An instance as the demo speaks to it.
+pub(super) struct Handle {
+    pub(super) client: InstanceClient,
+    pub(super) member: Member,
+    layout: LayoutSpec,
+    pid: u32,
+}
+
+/// The running processes.
+pub(super) struct Cluster {
+    pub(super) prefill: Handle,
+    pub(super) decode: Handle,
+    transport: String,
+    children: Vec<Child>,
+}
+
+impl Cluster {
+    /// Starts the processes and waits until they know each other.
+    pub(super) async fn start(args: &DemoArgs, model: &Located, pool_tokens: u64) -> Result<Self, Failure> {
+        let registry = Child::start("registry", Vec::new())?;
+        let (registry, url) = registry.ready().await?;
+        let instance = |role: &'static str, layout: &LayoutSpec| {
+            let mut engine = args.engine.clone();
+            engine.pool_tokens.get_or_insert(pool_tokens);
+            let mut list: Vec<OsString> = vec!["--registry".into(), url.clone().into()];
+            list.extend(["--model".into(), model.argument(), "--layout".into(), layout.to_string().into()]);
+            list.extend(engine.to_args());
+            Child::start(role, list)
+        };
+        let (prefill, decode) = (instance("prefill", &args.prefill)?, instance("decode", &args.decode)?);
+        let ((prefill, prefill_url), (decode, decode_url)) =
+            tokio::try_join!(prefill.ready(), decode.ready())?;
+        let registry_client = Client::new(&url)?;
+        let handle = async |child: &Child, url: &str, layout: &LayoutSpec| {
+            let member = registered(&registry_client, &child.instance()).await?;
+            let client = InstanceClient::new(url)?;
+            Ok::<_, Failure>(Handle { client, member, layout: layout.clone(), pid: child.pid })
+        };
+        let cluster = Self {
+            prefill: handle(&prefill, &prefill_url, &args.prefill).await?,
+            decode: handle(&decode, &decode_url, &args.decode).await?,
+            transport: name_of(&args.engine.transport),
+            children: vec![prefill, decode, registry],
+        };
+        Ok(cluster)
+    }
+
+    /// What runs, one line each.
+    pub(super) fn describe(&self) -> Vec<String> {
+        let line = |role: &str, at: &Handle| {
+            let ranks = at.member.ranks;
+            let s = if ranks == 1 { " " } else { "s" };
+            format!("{role:>15}  {}  {ranks} rank{s}  pid {}", at.layout, at.pid)
+        };
+        let prefill = line("prefill", &self.prefill);
+        let width = self.prefill.layout.to_string().len().max(self.decode.layout.to_string().len());
+        let pad = |at: &Handle, line: String| {
+            let layout = at.layout.to_string();
+            line.replacen(&layout, &format!("{layout:<width$}"), 1)
+        };
+        vec![
+            pad(&self.prefill, prefill),
+            pad(&self.decode, line("decode", &self.decode)),
+            format!("{:>15}  {}", "hand-off over", self.transport),
+        ]
+    }
+
+    /// Ends the processes in order.
+    pub(super) async fn stop(self) {
+        for child in self.children {
+            child.stop().await;
+        }
+    }
+}
+
+/// Waits until the registry knows `instance`.
+async fn registered(registry: &Client, instance: &InstanceId) -> Result<Member, Failure> {
+    let look = async {
+        loop {
+            if let Some(member) = registry.find(instance).await? {
+                return Ok(member);
+            }
+            sleep(Duration::from_millis(10)).await;
+        }
+    };
+    timeout(REGISTER, look).await.unwrap_or_else(|_| {
+        Err(Failure::new(
+            Blame::Environment,
+            format!(
+                "{instance} did not register within {} s; is the machine overloaded?",
+                REGISTER.as_secs()
+            ),
+        ))
+    })
+}
+
+/// The line that a process prints when it is ready.
+#[derive(Deserialize)]
+struct Ready {
+    http: String,
+}
+
+/// A process. It is killed when this is dropped.
+struct Child {
+    role: &'static str,
+    pid: u32,
+    process: tokio::process::Child,
+    /// Held open: its end is the sign to leave.
+    stdin: Option<ChildStdin>,
+    stdout: Lines<BufReader<ChildStdout>>,
+    errors: Errors,
+}
+
+impl Child {
+    fn start(role: &'static str, args: Vec<OsString>) -> Result<Self, Failure> {
+        let failed =
+            |why: String| Failure::new(Blame::Environment, format!("cannot start the {role} process: {why}"));
+        let program = std::env::current_exe().map_err(|e| failed(e.to_string()))?;
+        // Somebody who asked for logs wants to see them as they come.
+        let logging = std::env::var_os("KVFERRY_LOG").is_some();
+        let mut process = Command::new(program)
+            .args(["serve", "--role", role, "--exit-with-parent"])
+            .args(args)
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .stderr(if logging { Stdio::inherit() } else { Stdio::piped() })
+            .kill_on_drop(true)
+            .spawn()
+            .map_err(|e| failed(e.to_string()))?;
+        let stdout = process.stdout.take().ok_or_else(|| failed("it has no standard output".into()))?;
+        let errors = Errors::default();
+        if let Some(stderr) = process.stderr.take() {
+            tokio::spawn(errors.clone().keep(stderr));
+        }
+        Ok(Self {
+            role,
+            pid: process.id().unwrap_or_default(),
+            stdin: process.stdin.take(),
+            stdout: BufReader::new(stdout).lines(),
+            process,
+            errors,
+        })
+    }
+
+    fn instance(&self) -> InstanceId {
+        InstanceId(format!("{}-0", self.role))
+    }
+
+    /// Waits for the ready line; answers the URL in it.
+    async fn ready(mut self) -> Result<(Self, String), Failure> {
+        let role = self.role;
+        match timeout(START, self.stdout.next_line()).await {
+            Ok(Ok(Some(line))) => match serde_json::from_str::<Ready>(&line) {
+                Ok(ready) => Ok((self, ready.http)),
+                Err(e) => Err(Failure::new(Blame::Us, format!("the {role} process said {line:?}: {e}"))),
+            },
+            Err(_) => Err(Failure::new(
+                Blame::Environment,
+                format!("the {role} process was not ready within {} s", START.as_secs()),
+            )),
+            // It ended: its own words say why.
+            Ok(Ok(None) | Err(_)) => {
+                let status = timeout(STOP, self.process.wait()).await;
+                let code = status.ok().and_then(Result::ok).and_then(|s| s.code());
+                let blame = if code == Some(2) { Blame::Caller } else { Blame::Environment };
+                let words = self.errors.last().await;
+                Err(Failure::new(blame, format!("the {role} process did not start: {words}")))
+            }
+        }
+    }
+
+    async fn stop(mut self) {
+        drop(self.stdin.take());
+        if timeout(STOP, self.process.wait()).await.is_err() {
+            tracing::warn!(role = self.role, pid = self.pid, "did not end by itself and is killed");
+            let _ = self.process.kill().await;
+        }
+    }
+}
+
+/// The last lines that a child wrote to its standard error.
+#[derive(Clone, Default)]
+struct Errors(Arc<Mutex<VecDeque<String>>>);
+
+impl Errors {
+    async fn keep(self, stderr: impl AsyncRead + Unpin) {
+        let mut lines = BufReader::new(stderr).lines();
+        while let Ok(Some(line)) = lines.next_line().await {
+            let mut kept = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+            if kept.len() == KEPT {
+                kept.pop_front();
+            }
+            kept.push_back(line);
+        }
+    }
+
+    /// What it said last; an `error (...)` line without its head.
+    async fn last(&self) -> String {
+        // The pipe is read by another task: let it come to the end.
+        sleep(Duration::from_millis(50)).await;
+        let kept = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let lines: Vec<&str> = kept.iter().map(String::as_str).collect();
+        let from = lines.iter().rposition(|line| line.starts_with("error (")).unwrap_or(0);
+        let text = lines.get(from..).unwrap_or_default().join("\n");
+        let text = text.split_once("): ").map_or(text.as_str(), |(_, rest)| rest).to_owned();
+        if text.is_empty() {
+            "it said nothing (see its standard error with KVFERRY_LOG=info)".into()
+        } else {
+            text
+        }
+    }
+}

@@ -1,0 +1,259 @@
+//! `kvferry demo`: the same prompts across two processes and in one, and whether they are equal.
+
+mod cluster;
+mod compare;
+mod disaggregated;
+mod prompts;
+mod reference;
+mod report;
+mod table;
+
+use std::{process::ExitCode, sync::Arc};
+
+use kvferry_engine::{
+    LoadOptions, Model,
+    checkpoint::Checkpoint,
+    math::Arith,
+    tokenizer::{Detokenizer, Tokenizer},
+};
+use kvferry_plan::Dtype;
+
+use crate::{
+    args::{DemoArgs, name_of},
+    failure::Failure,
+    model::{self, Located, ModelRef, Progress},
+    serve::blocking,
+    terminal::{self, Look, styled},
+};
+use cluster::Cluster;
+use prompts::Prompt;
+use reference::{Answer, Plan};
+use report::{Finding, ModelInfo, Outcome, PromptReport, Report};
+
+/// Runs the demo; the exit status says whether everything was proven equal.
+pub(crate) async fn run(args: DemoArgs) -> Result<ExitCode, Failure> {
+    let located = find_model(&args).await?;
+    let checkpoint = blocking({
+        let located = located.clone();
+        move || located.open()
+    })
+    .await?;
+    let prompts = prompts::collect(&args, &checkpoint)?;
+    let tokenizer = checkpoint.tokenizer()?;
+    let longest = prompts.iter().map(|p| p.ids.len() as u64).max().unwrap_or(0);
+    let pool_tokens = longest.saturating_add(u64::from(args.max_tokens));
+    let options = LoadOptions { attention: args.engine.attention.into(), arith: args.engine.arith.into() };
+
+    // Three processes read the model at the same time; nothing is timed before all of them are ready.
+    let show = Show { json: args.json, tokenizer };
+    show.title(&located, &args);
+    let load = blocking(move || Ok(Model::from_checkpoint(&checkpoint, options)?));
+    let (cluster, model) = tokio::try_join!(Cluster::start(&args, &located, pool_tokens), load)?;
+    show.cluster(&cluster);
+
+    // One after the other, so that each has the whole machine.
+    let mut handed = Vec::with_capacity(prompts.len());
+    for prompt in &prompts {
+        show.prompt(prompt);
+        let mut text = show.stream("two processes");
+        let run = disaggregated::run(&cluster, prompt, &args, |id| text.push(id)).await;
+        text.end();
+        handed.push(run);
+    }
+    cluster.stop().await;
+
+    let plan = Plan::new(&args, pool_tokens);
+    let needed: Vec<Option<Prompt>> =
+        prompts.iter().zip(&handed).map(|(prompt, run)| run.is_ok().then(|| prompt.clone())).collect();
+    let answers = {
+        let (model, plan, show) = (Arc::clone(&model), plan.clone(), show.clone());
+        blocking(move || reference_runs(&model, &plan, needed, &show)).await?
+    };
+
+    let mut reports = Vec::with_capacity(prompts.len());
+    for ((prompt, run), answer) in prompts.iter().zip(handed).zip(answers) {
+        let outcome = match (run, answer) {
+            (Ok(run), Some(answer)) => Outcome::compare(&plan, &run, &answer),
+            (Err(problem), _) => Outcome::failed(Finding::hand_off(&problem)),
+            (Ok(_), None) => Outcome::failed(Finding::no_reference()),
+        };
+        reports.push(PromptReport::new(prompt, outcome));
+    }
+    let model = ModelInfo { name: located.name.clone(), sha256: model.sha256().to_owned() };
+    let report = Report::new(model, &args, plan.reference(), reports);
+    if args.json {
+        terminal::line(serde_json::to_string(&report).map_err(|e| Failure::new(kvferry_plan::Blame::Us, e))?);
+    } else {
+        table::print(&report);
+    }
+    Ok(if report.proven { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+}
+
+/// The model that was named; or the default one; or, when nobody named one and no source has it, the built-in one.
+async fn find_model(args: &DemoArgs) -> Result<Located, Failure> {
+    let progress = if args.json { Progress::Quiet } else { Progress::Shown };
+    let named = args.model.as_ref();
+    match (model::locate(named.unwrap_or(&ModelRef::SmolLm2), progress).await, named) {
+        (Err(why), None) => {
+            let note = format!(
+                "no SmolLM2 here: using the built-in checkpoint {} (random weights, served by token ids)",
+                model::EMBEDDED
+            );
+            if args.json {
+                terminal::note(format_args!("{note}; {why}"));
+            } else {
+                terminal::line(styled(Look::Strong, note));
+                terminal::note(why);
+            }
+            Ok(Located::embedded())
+        }
+        (found, _) => found,
+    }
+}
+
+fn reference_runs(
+    model: &Arc<Model>,
+    plan: &Plan,
+    prompts: Vec<Option<Prompt>>,
+    show: &Show,
+) -> Result<Vec<Option<Answer>>, Failure> {
+    if prompts.iter().all(Option::is_none) {
+        return Ok(prompts.iter().map(|_| None).collect());
+    }
+    let reference = plan.start(model)?;
+    let several = prompts.len() > 1;
+    prompts
+        .into_iter()
+        .map(|prompt| {
+            let Some(prompt) = prompt else { return Ok(None) };
+            if several {
+                show.prompt(&prompt);
+            }
+            let mut text = show.stream("one process");
+            let answer = reference.run(&prompt, |id| text.push(id));
+            text.end();
+            answer.map(Some)
+        })
+        .collect()
+}
+
+/// What the person at the terminal sees while it runs; nothing with `--json`.
+#[derive(Clone)]
+struct Show {
+    json: bool,
+    tokenizer: Option<Tokenizer>,
+}
+
+impl Show {
+    fn title(&self, model: &Located, args: &DemoArgs) {
+        if self.json {
+            return;
+        }
+        let engine = &args.engine;
+        let facts = format!(
+            "{} attention, {} arithmetic, {} cache",
+            name_of(&engine.attention),
+            name_of(&engine.arith),
+            kv_name(args)
+        );
+        terminal::line(format_args!("{}  {facts}", styled(Look::Strong, &model.name)));
+    }
+
+    fn cluster(&self, cluster: &Cluster) {
+        if self.json {
+            return;
+        }
+        for line in cluster.describe() {
+            terminal::line(styled(Look::Dim, line));
+        }
+    }
+
+    fn prompt(&self, prompt: &Prompt) {
+        if !self.json {
+            terminal::line(format_args!(
+                "\n{} {}",
+                styled(Look::Dim, ">"),
+                styled(Look::Strong, &prompt.label)
+            ));
+        }
+    }
+
+    fn stream(&self, who: &str) -> Stream {
+        if self.json {
+            return Stream { silent: true, text: None, begun: true, head: String::new() };
+        }
+        let head = styled(Look::Dim, format_args!("{who:>15}  "));
+        Stream {
+            silent: false,
+            text: self.tokenizer.as_ref().map(Tokenizer::detokenizer),
+            begun: false,
+            head,
+        }
+    }
+}
+
+/// The element types of the cache, as far as they agree.
+fn kv_name(args: &DemoArgs) -> String {
+    let of = |spec: &kvferry_plan::LayoutSpec| spec.kv.unwrap_or(args.engine.kv_dtype);
+    let (prefill, decode) = (of(&args.prefill), of(&args.decode));
+    if prefill == decode { decode.to_string() } else { format!("{prefill}/{decode}") }
+}
+
+/// One answer as it comes.
+struct Stream {
+    silent: bool,
+    text: Option<Detokenizer>,
+    begun: bool,
+    head: String,
+}
+
+impl Stream {
+    fn push(&mut self, id: u32) {
+        if self.silent {
+            return;
+        }
+        let piece = match &mut self.text {
+            Some(text) => text.push(id),
+            None => format!("{id} "),
+        };
+        self.write(&piece);
+    }
+
+    fn write(&mut self, piece: &str) {
+        if !self.begun {
+            self.begun = true;
+            terminal::piece(&self.head);
+        }
+        // Answers stay one paragraph each, so that the two can be compared by eye.
+        terminal::piece(piece.replace(['\n', '\r'], " "));
+    }
+
+    fn end(mut self) {
+        if self.silent {
+            return;
+        }
+        let rest = self.text.as_mut().map(Detokenizer::finish).unwrap_or_default();
+        if !rest.is_empty() {
+            self.write(&rest);
+        }
+        if self.begun {
+            terminal::line("");
+        }
+    }
+}
+
+/// Whether a request runs on f32 sums whose order depends on the layout, and what that means for comparisons.
+fn tolerance(args: &DemoArgs) -> report::Claim {
+    let kv = args.decode.kv.unwrap_or(args.engine.kv_dtype);
+    match (args.engine.arith.into(), kv) {
+        (Arith::Canonical, _) => report::Claim::Bits,
+        (_, Dtype::F32) => report::Claim::Close,
+        _ => report::Claim::CloseFromSamePrefill,
+    }
+}
+
+/// The model's longest sequence, or what the command line allows of it.
+fn longest_sequence(args: &DemoArgs, checkpoint: &Checkpoint) -> u64 {
+    let made_for = u64::from(checkpoint.config().max_position);
+    args.engine.max_model_len.map_or(made_for, |len| u64::from(len).min(made_for))
+}

@@ -1,0 +1,140 @@
+//! The prompts of a demo, as token ids.
+
+use std::path::Path;
+
+use kvferry_engine::{chat::Message, checkpoint::Checkpoint};
+use kvferry_plan::Blame;
+
+use super::longest_sequence;
+use crate::{args::DemoArgs, failure::Failure};
+
+/// Asked of a model that can chat when nothing else is asked.
+const QUESTION: &str = "Why is the sky blue? Answer in one sentence.";
+/// Tokens of the default prompt of a model that is served by ids: more than two pages and no multiple of one.
+const IDS: u32 = 41;
+/// Largest file of token ids.
+const FILE: u64 = 64 << 20;
+
+/// A prompt.
+#[derive(Clone, Debug)]
+pub(super) struct Prompt {
+    /// What people see of it.
+    pub(super) label: String,
+    /// Vocabulary ids.
+    pub(super) ids: Vec<u32>,
+}
+
+/// All prompts of the command line, checked against the model.
+pub(super) fn collect(args: &DemoArgs, checkpoint: &Checkpoint) -> Result<Vec<Prompt>, Failure> {
+    let made_for = checkpoint.config().max_position;
+    if let Some(len) = args.engine.max_model_len.filter(|len| *len < 2 || *len > made_for) {
+        return Err(Failure::caller(format!(
+            "--max-model-len {len}: this model serves sequences of 2 to {made_for} tokens"
+        )));
+    }
+    let mut prompts = Vec::new();
+    for text in &args.prompt {
+        prompts.push(from_text(text, checkpoint)?);
+    }
+    for file in &args.prompt_tokens {
+        let ids = read_ids(file).map_err(|why| {
+            Failure::caller(format!(
+                "--prompt-tokens {}: {why}; a JSON list of ids such as [1, 2, 3] is needed",
+                file.display()
+            ))
+        })?;
+        prompts.push(Prompt { label: summary(&ids), ids });
+    }
+    if prompts.is_empty() {
+        prompts.push(match checkpoint.tokenizer()? {
+            Some(_) => from_text(QUESTION, checkpoint)?,
+            None => by_ids(checkpoint.config().vocab),
+        });
+    }
+    let (vocab, longest) = (checkpoint.config().vocab, longest_sequence(args, checkpoint));
+    for prompt in &prompts {
+        check(prompt, vocab, longest)?;
+    }
+    Ok(prompts)
+}
+
+fn check(prompt: &Prompt, vocab: usize, longest: u64) -> Result<(), Failure> {
+    let Prompt { label, ids } = prompt;
+    if ids.is_empty() {
+        return Err(Failure::caller(format!("the prompt {label:?} has no tokens; at least one is needed")));
+    }
+    if let Some(id) = ids.iter().find(|id| usize::try_from(**id).map_or(true, |id| id >= vocab)) {
+        let text =
+            format!("the prompt {label:?} has token {id}, but ids of this model are 0 to {}", vocab - 1);
+        return Err(Failure::caller(text));
+    }
+    if ids.len() as u64 >= longest {
+        return Err(Failure::caller(format!(
+            "a prompt of {} tokens cannot be served: the limit is {} (a sequence of {longest} tokens, one of which is \
+             generated); shorten it, or raise --max-model-len if it is below the model's own limit",
+            ids.len(),
+            longest.saturating_sub(1)
+        )));
+    }
+    Ok(())
+}
+
+fn from_text(text: &str, checkpoint: &Checkpoint) -> Result<Prompt, Failure> {
+    let Some(tokenizer) = checkpoint.tokenizer()? else {
+        return Err(Failure::caller(format!(
+            "the model {} has no tokenizer: give token ids with --prompt-tokens FILE",
+            checkpoint.name()
+        )));
+    };
+    let ids = match checkpoint.chat_template()? {
+        Some(template) => {
+            let message = Message { role: "user".into(), content: text.into() };
+            let rendered = template
+                .render(&[message], true)
+                .map_err(|e| Failure::new(e.blame(), e).within("--prompt"))?;
+            tokenizer.encode(&rendered, false)
+        }
+        None => tokenizer.encode(text, true),
+    };
+    let ids = ids.map_err(|e| Failure::new(e.blame(), e).within("--prompt"))?;
+    Ok(Prompt { label: text.into(), ids })
+}
+
+fn by_ids(vocab: usize) -> Prompt {
+    let vocab = u32::try_from(vocab).unwrap_or(u32::MAX);
+    let ids: Vec<u32> = (1..=IDS).map(|i| i.wrapping_mul(73) % vocab).collect();
+    Prompt { label: summary(&ids), ids }
+}
+
+fn summary(ids: &[u32]) -> String {
+    let first: Vec<_> = ids.iter().take(8).map(u32::to_string).collect();
+    let more = if ids.len() > first.len() { " ..." } else { "" };
+    format!("[{}{more}]", first.join(" "))
+}
+
+fn read_ids(path: &Path) -> Result<Vec<u32>, String> {
+    let len = std::fs::metadata(path).map_err(|e| e.to_string())?.len();
+    if len > FILE {
+        return Err(format!("{len} bytes are too many"));
+    }
+    let text = std::fs::read_to_string(path).map_err(|e| e.to_string())?;
+    serde_json::from_str(&text).map_err(|e| e.to_string())
+}
+
+impl From<kvferry_engine::tokenizer::TokenizerError> for Failure {
+    fn from(error: kvferry_engine::tokenizer::TokenizerError) -> Self {
+        Self::new(error.blame(), error)
+    }
+}
+
+impl From<kvferry_server::Problem> for Failure {
+    fn from(problem: kvferry_server::Problem) -> Self {
+        Self::new(problem.blame, problem)
+    }
+}
+
+impl From<std::io::Error> for Failure {
+    fn from(error: std::io::Error) -> Self {
+        Self::new(Blame::Environment, error)
+    }
+}

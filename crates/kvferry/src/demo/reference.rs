@@ -1,0 +1,163 @@
+//! The same prompts in this process alone: what the two processes are compared with. Nothing here plans or moves:
+//! pages are filled by the forward pass, or copied coordinate by coordinate.
+
+use std::{
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use kvferry_engine::{Engine, EngineConfig, Event, Events, FirstToken, Model, NoHandOff, Request};
+use kvferry_plan::{Attempt, Blame, LayoutSpec, RankId, RoomId, RoomKey};
+use kvferry_server::{Chosen, KvDump};
+
+use super::{prompts::Prompt, report::Claim, tolerance};
+use crate::{args::DemoArgs, failure::Failure};
+
+const KEY: RoomKey = RoomKey { room: RoomId(1), attempt: Attempt(0) };
+
+/// An answer and the cache it was made from.
+#[derive(Debug)]
+pub(super) struct Answer {
+    pub(super) tokens: Vec<Chosen>,
+    pub(super) first: Duration,
+    pub(super) last: Duration,
+    /// The prompt's cache, all ranks.
+    pub(super) cache: Vec<KvDump>,
+}
+
+/// How the reference is run.
+#[derive(Clone, Debug)]
+pub(super) struct Plan {
+    pub(super) claim: Claim,
+    max_tokens: u32,
+    ignore_eos: bool,
+    /// Computes the prompt; also continues it unless `decode` does.
+    whole: EngineConfig,
+    decode: EngineConfig,
+}
+
+impl Plan {
+    /// One rank that does all; or, where bits depend on the layout and are rounded (fast arithmetic on a narrow
+    /// cache), the prefill layout for the prompt and the decode layout for the answer.
+    pub(super) fn new(args: &DemoArgs, pool_tokens: u64) -> Self {
+        let claim = tolerance(args);
+        let single = LayoutSpec { kv: args.decode.kv, ..LayoutSpec::default() };
+        let whole = match claim {
+            Claim::CloseFromSamePrefill => &args.prefill,
+            Claim::Bits | Claim::Close => &single,
+        };
+        Self {
+            claim,
+            max_tokens: args.max_tokens,
+            ignore_eos: args.ignore_eos,
+            whole: args.engine.config(whole, pool_tokens),
+            decode: args.engine.config(&args.decode, pool_tokens),
+        }
+    }
+
+    /// What the reference is, in words.
+    pub(super) fn reference(&self) -> String {
+        match self.claim {
+            Claim::Bits | Claim::Close => format!("one process, {}", self.whole.layout),
+            Claim::CloseFromSamePrefill => format!(
+                "one process that computes the prompt as {} (bf16 rounding depends on the prefill layout), copies it \
+                 coordinate by coordinate and continues as {}",
+                self.whole.layout, self.decode.layout
+            ),
+        }
+    }
+
+    /// Builds the pools.
+    pub(super) fn start(&self, model: &Arc<Model>) -> Result<Reference, Failure> {
+        let start = |config: &EngineConfig| Engine::start(Arc::clone(model), config, Arc::new(NoHandOff));
+        let whole = start(&self.whole)?;
+        let decode =
+            matches!(self.claim, Claim::CloseFromSamePrefill).then(|| start(&self.decode)).transpose()?;
+        Ok(Reference { plan: self.clone(), whole, decode })
+    }
+}
+
+/// The engines of the reference.
+pub(super) struct Reference {
+    plan: Plan,
+    whole: Engine,
+    decode: Option<Engine>,
+}
+
+impl Reference {
+    /// Answers one prompt.
+    pub(super) fn run(&self, prompt: &Prompt, on_token: impl FnMut(u32)) -> Result<Answer, Failure> {
+        let request = Request {
+            ignore_eos: self.plan.ignore_eos,
+            hold: Some(KEY),
+            ..Request::greedy(prompt.ids.clone(), self.plan.max_tokens)
+        };
+        let answer = match &self.decode {
+            None => self.alone(request, on_token),
+            Some(decode) => self.in_two(decode, request, on_token),
+        };
+        self.whole.release(KEY);
+        answer
+    }
+
+    fn alone(&self, request: Request, on_token: impl FnMut(u32)) -> Result<Answer, Failure> {
+        let started = Instant::now();
+        let (tokens, first) = collect(self.whole.generate(request)?, started, on_token)?;
+        let last = started.elapsed();
+        Ok(Answer { tokens, first, last, cache: cache(&self.whole)? })
+    }
+
+    fn in_two(
+        &self,
+        decode: &Engine,
+        request: Request,
+        on_token: impl FnMut(u32),
+    ) -> Result<Answer, Failure> {
+        let started = Instant::now();
+        let prompt_only = Request { max_tokens: 1, ..request.clone() };
+        let (tokens, _) = collect(self.whole.generate(prompt_only)?, started, |_| ())?;
+        let first =
+            tokens.first().map(|t| FirstToken { id: t.id, logprob: t.logprob }).ok_or_else(no_token)?;
+        let rows = self.whole.rows(KEY)?.wait()?;
+        decode.reserve(KEY, request.prompt.len() as u64, request.max_tokens)?.wait()?;
+        let answer = (|| {
+            decode.adopt(KEY, &rows)?;
+            let request = Request { hold: None, ..request };
+            let (tokens, first) = collect(decode.decode(KEY, request, first)?, started, on_token)?;
+            let last = started.elapsed();
+            Ok(Answer { tokens, first, last, cache: cache(decode)? })
+        })();
+        decode.release(KEY);
+        answer
+    }
+}
+
+fn collect(
+    mut events: Events,
+    started: Instant,
+    mut on_token: impl FnMut(u32),
+) -> Result<(Vec<Chosen>, Duration), Failure> {
+    let (mut tokens, mut first) = (Vec::new(), None);
+    while let Some(event) = events.recv() {
+        match event {
+            Event::Token { id, logprob } => {
+                first.get_or_insert_with(|| started.elapsed());
+                on_token(id);
+                tokens.push(Chosen { id, logprob });
+            }
+            Event::Done { .. } => return first.map(|first| (tokens, first)).ok_or_else(no_token),
+            Event::Failed(error) => return Err(Failure::from(error).within("the reference run")),
+            _ => {}
+        }
+    }
+    Err(Failure::new(Blame::Us, "the reference run ended without an end"))
+}
+
+fn no_token() -> Failure {
+    Failure::new(Blame::Us, "the reference run gave no token")
+}
+
+fn cache(engine: &Engine) -> Result<Vec<KvDump>, Failure> {
+    let rows = engine.rows(KEY)?.wait()?;
+    (0..engine.placement().ranks()).map(|rank| Ok(KvDump::new(KEY, rows.rank(RankId(rank))?))).collect()
+}

@@ -1,0 +1,300 @@
+//! What a demo found, as `--json` prints it.
+
+use kvferry_plan::{Blame, Bytes};
+use kvferry_server::{Chosen, Problem};
+use serde::Serialize;
+
+use super::{
+    compare::CacheDiff,
+    disaggregated::Run,
+    prompts::Prompt,
+    reference::{Answer, Plan},
+};
+use crate::args::{DemoArgs, name_of};
+
+/// Largest difference of log-probabilities that another order of f32 sums explains.
+const LOGPROB: f32 = 1e-4;
+
+/// What is claimed to be equal.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub(super) enum Claim {
+    /// Tokens, all bits of log-probabilities, all bytes of the cache.
+    Bits,
+    /// Tokens; log-probabilities within 1e-4.
+    Close,
+    /// As [`Claim::Close`], and the bytes of the cache, against a reference that computes the prompt in the prefill
+    /// layout.
+    CloseFromSamePrefill,
+}
+
+/// Something that is not as claimed.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub(super) struct Finding {
+    /// A word for machines.
+    pub(super) kind: &'static str,
+    /// Who can do something about it, where that is known.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) blame: Option<Blame>,
+    /// What was found.
+    pub(super) text: String,
+}
+
+impl Finding {
+    fn new(kind: &'static str, text: String) -> Self {
+        Self { kind, blame: None, text }
+    }
+
+    /// The hand-off itself failed.
+    pub(super) fn hand_off(problem: &Problem) -> Self {
+        Self { kind: "hand_off", blame: Some(problem.blame), text: problem.to_string() }
+    }
+
+    /// A prompt that was handed over but not computed here.
+    pub(super) fn no_reference() -> Self {
+        Self::new("no_reference", "there is no reference run to compare with".into())
+    }
+}
+
+/// The model.
+#[derive(Clone, Debug, Serialize)]
+pub(super) struct ModelInfo {
+    pub(super) name: String,
+    /// Of the weights file.
+    pub(super) sha256: String,
+}
+
+/// What was moved.
+#[derive(Clone, Copy, Debug, Default, Serialize)]
+pub(super) struct TransferReport {
+    pub(super) bytes: Bytes,
+    /// What the planner says is due.
+    pub(super) planned_bytes: Bytes,
+    /// Strided copies.
+    pub(super) runs: u64,
+    /// From the first offer to the verdict.
+    pub(super) seconds: f64,
+    /// The part of it that decode had to wait for: from the end of the computation to the verdict.
+    pub(super) exposed_seconds: f64,
+}
+
+/// Seconds from the request to the first and to the last token.
+#[derive(Clone, Copy, Debug, Default, Serialize)]
+pub(super) struct Times {
+    pub(super) first_token: f64,
+    pub(super) last_token: f64,
+}
+
+/// How the prompt's cache on the decode ranks compares.
+#[derive(Clone, Copy, Debug, Default, Serialize)]
+pub(super) struct CacheReport {
+    /// Bytes compared, over all decode ranks.
+    pub(super) bytes: Bytes,
+    pub(super) equal: bool,
+}
+
+/// One prompt.
+#[derive(Clone, Debug, Serialize)]
+pub(super) struct PromptReport {
+    pub(super) prompt_tokens: u64,
+    #[serde(flatten)]
+    pub(super) outcome: Outcome,
+}
+
+impl PromptReport {
+    pub(super) fn new(prompt: &Prompt, outcome: Outcome) -> Self {
+        Self { prompt_tokens: prompt.ids.len() as u64, outcome }
+    }
+}
+
+/// What came of one prompt, or of all together.
+#[derive(Clone, Debug, Default, Serialize)]
+pub(super) struct Outcome {
+    pub(super) tokens_equal: bool,
+    /// All bytes of the prompt's cache on every decode rank and all bits of the log-probabilities are equal.
+    pub(super) bit_equal: bool,
+    /// `null` when there was nothing to compare.
+    pub(super) max_abs_logprob_diff: Option<f32>,
+    /// Ids, by the two processes.
+    pub(super) generated: Vec<u32>,
+    /// Of these ids.
+    pub(super) logprobs: Vec<f32>,
+    pub(super) decode_prompt_tokens_computed: Option<u64>,
+    pub(super) transfer: Option<TransferReport>,
+    pub(super) cache: CacheReport,
+    pub(super) two_processes: Option<Times>,
+    pub(super) one_process: Option<Times>,
+    pub(super) findings: Vec<Finding>,
+}
+
+impl Outcome {
+    /// Nothing could be compared.
+    pub(super) fn failed(finding: Finding) -> Self {
+        Self { findings: vec![finding], ..Self::default() }
+    }
+
+    /// Compares two processes with the reference.
+    pub(super) fn compare(plan: &Plan, run: &Run, answer: &Answer) -> Self {
+        let cache = CacheDiff::new(&answer.cache, &run.cache);
+        let ids = |tokens: &[Chosen]| tokens.iter().map(|t| t.id).collect::<Vec<_>>();
+        let generated = ids(&run.tokens);
+        let tokens_equal = generated == ids(&answer.tokens);
+        let pairs = || run.tokens.iter().zip(&answer.tokens).map(|(a, b)| (a.logprob, b.logprob));
+        let logprob_bits = tokens_equal && pairs().all(|(a, b)| a.to_bits() == b.to_bits());
+        let diff = pairs().map(|(a, b)| (a - b).abs()).reduce(f32::max);
+        let transfer = TransferReport {
+            bytes: run.decode.transfer.bytes,
+            planned_bytes: run.decode.transfer.planned_bytes,
+            runs: run.decode.transfer.runs,
+            seconds: run.decode.transfer.seconds,
+            exposed_seconds: run.prefill.exposed_seconds,
+        };
+        let computed = run.decode.prompt_tokens_computed;
+        let mut findings = Vec::new();
+        let mut find = |wrong: bool, kind, text: &dyn Fn() -> String| {
+            if wrong {
+                findings.push(Finding::new(kind, text()));
+            }
+        };
+        let cache_ok = match plan.claim {
+            Claim::Bits | Claim::CloseFromSamePrefill => cache.is_equal(),
+            Claim::Close => cache.is_close(),
+        };
+        find(!cache_ok, "cache", &|| cache_text(plan.claim, &cache));
+        find(!tokens_equal, "tokens", &|| tokens_text(&generated, &ids(&answer.tokens)));
+        let logprobs_ok = match plan.claim {
+            Claim::Bits => logprob_bits || !tokens_equal,
+            // A difference that is not a number is none that is small.
+            _ => diff.is_some_and(|d| d <= LOGPROB) || !tokens_equal,
+        };
+        find(!logprobs_ok, "logprobs", &|| {
+            format!("log-probabilities differ by up to {:.3e}", diff.unwrap_or(f32::NAN))
+        });
+        find(computed != 0, "recomputed", &|| {
+            format!("decode computed {computed} tokens of the prompt itself")
+        });
+        find(transfer.bytes != transfer.planned_bytes, "planned_bytes", &|| {
+            format!("{} bytes were moved, {} were planned", transfer.bytes, transfer.planned_bytes)
+        });
+        let times = |first: std::time::Duration, last: std::time::Duration| {
+            Some(Times { first_token: first.as_secs_f64(), last_token: last.as_secs_f64() })
+        };
+        Self {
+            tokens_equal,
+            bit_equal: logprob_bits && cache.is_equal(),
+            max_abs_logprob_diff: diff,
+            logprobs: run.tokens.iter().map(|t| t.logprob).collect(),
+            generated,
+            decode_prompt_tokens_computed: Some(computed),
+            transfer: Some(transfer),
+            cache: CacheReport { bytes: Bytes(cache.bytes), equal: cache.is_equal() },
+            two_processes: times(run.first, run.last),
+            one_process: times(answer.first, answer.last),
+            findings,
+        }
+    }
+
+    /// All prompts together: equal when all are, sums, and the largest difference.
+    fn all(prompts: &[PromptReport]) -> Self {
+        let outcomes = || prompts.iter().map(|p| &p.outcome);
+        let sum = |get: fn(&TransferReport) -> u64| {
+            outcomes().filter_map(|o| o.transfer.as_ref()).map(get).fold(0, u64::saturating_add)
+        };
+        let seconds = |get: fn(&TransferReport) -> f64| {
+            outcomes().filter_map(|o| o.transfer.as_ref()).map(get).sum::<f64>()
+        };
+        let times = |get: fn(&Self) -> Option<Times>| {
+            outcomes().filter_map(get).reduce(|a, b| Times {
+                first_token: a.first_token + b.first_token,
+                last_token: a.last_token + b.last_token,
+            })
+        };
+        Self {
+            tokens_equal: outcomes().all(|o| o.tokens_equal),
+            bit_equal: outcomes().all(|o| o.bit_equal),
+            max_abs_logprob_diff: outcomes().filter_map(|o| o.max_abs_logprob_diff).reduce(f32::max),
+            generated: outcomes().flat_map(|o| o.generated.clone()).collect(),
+            logprobs: outcomes().flat_map(|o| o.logprobs.clone()).collect(),
+            decode_prompt_tokens_computed: outcomes()
+                .filter_map(|o| o.decode_prompt_tokens_computed)
+                .reduce(|a, b| a + b),
+            transfer: outcomes().any(|o| o.transfer.is_some()).then(|| TransferReport {
+                bytes: Bytes(sum(|t| t.bytes.0)),
+                planned_bytes: Bytes(sum(|t| t.planned_bytes.0)),
+                runs: sum(|t| t.runs),
+                seconds: seconds(|t| t.seconds),
+                exposed_seconds: seconds(|t| t.exposed_seconds),
+            }),
+            cache: CacheReport {
+                bytes: Bytes(outcomes().map(|o| o.cache.bytes.0).sum()),
+                equal: outcomes().all(|o| o.cache.equal),
+            },
+            two_processes: times(|o| o.two_processes),
+            one_process: times(|o| o.one_process),
+            findings: outcomes().flat_map(|o| o.findings.clone()).collect(),
+        }
+    }
+}
+
+/// The whole demo. Numbers at the top are sums over the prompts.
+#[derive(Clone, Debug, Serialize)]
+pub(super) struct Report {
+    pub(super) model: ModelInfo,
+    pub(super) attention: String,
+    pub(super) arith: String,
+    pub(super) prefill: String,
+    pub(super) decode: String,
+    pub(super) transport: String,
+    /// What must be equal for `proven`.
+    pub(super) claim: Claim,
+    /// What it is compared with.
+    pub(super) reference: String,
+    /// The exit status: true is 0.
+    pub(super) proven: bool,
+    #[serde(flatten)]
+    pub(super) total: Outcome,
+    pub(super) prompts: Vec<PromptReport>,
+}
+
+impl Report {
+    pub(super) fn new(
+        model: ModelInfo,
+        args: &DemoArgs,
+        reference: String,
+        prompts: Vec<PromptReport>,
+    ) -> Self {
+        let total = Outcome::all(&prompts);
+        Self {
+            model,
+            attention: name_of(&args.engine.attention),
+            arith: name_of(&args.engine.arith),
+            prefill: args.prefill.to_string(),
+            decode: args.decode.to_string(),
+            transport: name_of(&args.engine.transport),
+            claim: super::tolerance(args),
+            reference,
+            proven: total.findings.is_empty() && total.tokens_equal,
+            total,
+            prompts,
+        }
+    }
+}
+
+fn cache_text(claim: Claim, cache: &CacheDiff) -> String {
+    let (count, first) = match claim {
+        Claim::Close => (cache.far, &cache.first_far),
+        _ => (cache.different, &cache.first),
+    };
+    match first {
+        Some(first) => {
+            format!("prompt KV differs in {count} of {} coordinates; first: {first}", cache.pieces)
+        }
+        None => format!("prompt KV: {} coordinates are on one side only", cache.missing),
+    }
+}
+
+fn tokens_text(found: &[u32], expected: &[u32]) -> String {
+    let at = found.iter().zip(expected).position(|(a, b)| a != b).unwrap_or(found.len().min(expected.len()));
+    let show = |list: &[u32]| list.get(at).map_or("the end".into(), u32::to_string);
+    format!("generated token {at} is {}, one process has {}", show(found), show(expected))
+}

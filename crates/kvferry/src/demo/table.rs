@@ -1,0 +1,233 @@
+//! What a demo found, for people.
+
+use comfy_table::{Cell, CellAlignment, ContentLineStyle, LineStyle, Table, TableStyle};
+use kvferry_plan::Bytes;
+
+use super::report::{Claim, Outcome, PromptReport, Report, Times};
+use crate::terminal::{self, Look, styled};
+
+/// Prints the table and the verdict.
+pub(super) fn print(report: &Report) {
+    terminal::line("");
+    if report.prompts.iter().any(|p| p.outcome.transfer.is_some()) {
+        let table = match report.prompts.as_slice() {
+            [one] => single(report, one),
+            many => several(report, many),
+        };
+        terminal::line(table);
+        terminal::line(styled(Look::Dim, format_args!("compared with {}", report.reference)));
+    }
+    verdict(report);
+}
+
+const STYLE: TableStyle = TableStyle::new()
+    .top_border(LineStyle::new('╭', '─', '┬', '╮'))
+    .header_lines(ContentLineStyle::new('│', '│', '│'))
+    .header_separator(LineStyle::new('├', '─', '┼', '┤'))
+    .content_lines(ContentLineStyle::new('│', '│', '│'))
+    .bottom_border(LineStyle::new('╰', '─', '┴', '╯'));
+
+fn new_table() -> Table {
+    let mut table = Table::new();
+    table.load_style(STYLE);
+    table
+}
+
+/// One prompt: a row for each fact.
+fn single(report: &Report, prompt: &PromptReport) -> Table {
+    let Outcome { transfer, two_processes, one_process, .. } = &prompt.outcome;
+    let transfer = transfer.unwrap_or_default();
+    let (two, one) = (two_processes.unwrap_or_default(), one_process.unwrap_or_default());
+    let generated = prompt.outcome.generated.len();
+    let computed = prompt.outcome.decode_prompt_tokens_computed.unwrap_or_default();
+    let mut table = new_table();
+    table.set_header(["", "two processes", "one process"]);
+    let mut row = |name: &str, two: String, one: String| {
+        table.add_row([name.to_owned(), two, one]);
+    };
+    row("layout", format!("{} → {}", report.prefill, report.decode), "tp=1".into());
+    row(
+        "prompt tokens",
+        format!("{}, {computed} of them computed by decode", prompt.prompt_tokens),
+        prompt.prompt_tokens.to_string(),
+    );
+    row("time to first token", time(two.first_token), time(one.first_token));
+    row("tokens per second after it", rate(two, generated), rate(one, generated));
+    let planned = if transfer.bytes == transfer.planned_bytes {
+        "as planned".into()
+    } else {
+        format!("planned: {}", bytes(transfer.planned_bytes))
+    };
+    row(
+        "KV moved",
+        format!(
+            "{}, {planned}, in {} runs over {}",
+            bytes(transfer.bytes),
+            count(transfer.runs),
+            report.transport
+        ),
+        "-".into(),
+    );
+    row(
+        "transfer",
+        format!("{}; {} of waiting after the prompt", time(transfer.seconds), time(transfer.exposed_seconds)),
+        "-".into(),
+    );
+    table
+}
+
+/// Several prompts: a row for each.
+fn several(report: &Report, prompts: &[PromptReport]) -> Table {
+    let mut table = new_table();
+    let layouts = format!("{} → {}\nover {}", report.prefill, report.decode, report.transport);
+    terminal::line(styled(Look::Dim, layouts));
+    let right = |text: String| Cell::new(text).set_alignment(CellAlignment::Right);
+    table.set_header(
+        [
+            "prompt\ntokens",
+            "by\ndecode",
+            "KV\nmoved",
+            "runs",
+            "transfer",
+            "waited\nfor",
+            "TTFT\ntwo",
+            "TTFT\none",
+            "tokens\nequal",
+            "bits\nequal",
+            "logprob\ndifference",
+        ]
+        .map(|head| right(head.into())),
+    );
+    for prompt in prompts {
+        let outcome = &prompt.outcome;
+        let yes = |is: bool| if is { "yes" } else { "no" }.to_owned();
+        let mut row = vec![prompt.prompt_tokens.to_string()];
+        match (&outcome.transfer, outcome.two_processes, outcome.one_process) {
+            (Some(transfer), Some(two), Some(one)) => row.extend([
+                outcome.decode_prompt_tokens_computed.unwrap_or_default().to_string(),
+                bytes(transfer.bytes),
+                count(transfer.runs),
+                time(transfer.seconds),
+                time(transfer.exposed_seconds),
+                time(two.first_token),
+                time(one.first_token),
+            ]),
+            _ => row.extend((0..7).map(|_| "-".to_owned())),
+        }
+        row.extend([yes(outcome.tokens_equal), yes(outcome.bit_equal), difference(outcome)]);
+        table.add_row(row.into_iter().map(right));
+    }
+    table
+}
+
+/// The lines that say whether it is proven.
+fn verdict(report: &Report) {
+    let total = &report.total;
+    let line = |name: &str, good: bool, detail: String| {
+        let mark = if good { styled(Look::Good, "yes") } else { styled(Look::Bad, "no") };
+        let detail = if detail.is_empty() { detail } else { format!(" ({detail})") };
+        terminal::line(format_args!("{name}: {mark}{}", styled(Look::Dim, detail)));
+    };
+    line("tokens equal", total.tokens_equal, format!("{} generated", total.generated.len()));
+    let what = match report.claim {
+        Claim::Bits | Claim::CloseFromSamePrefill => format!(
+            "{} of prompt KV on the decode ranks, {} log-probabilities",
+            bytes(total.cache.bytes),
+            total.logprobs.len()
+        ),
+        Claim::Close => "not claimed in fast arithmetic, whose sums depend on the layout".into(),
+    };
+    line("bits equal", total.bit_equal, what);
+    terminal::line(format_args!("largest logprob difference: {}", difference(total)));
+    for finding in &total.findings {
+        let blame = finding.blame.map(|b| format!(" (blame: {b})")).unwrap_or_default();
+        terminal::line(format_args!("{}: {}{blame}", styled(Look::Bad, "finding"), finding.text));
+    }
+    if report.proven {
+        terminal::line(styled(Look::Good, "proven equal"));
+    } else {
+        terminal::line(styled(Look::Bad, "NOT proven equal"));
+    }
+}
+
+fn difference(outcome: &Outcome) -> String {
+    match outcome.max_abs_logprob_diff {
+        None => "-".into(),
+        Some(0.0) => "0".into(),
+        Some(diff) => format!("{diff:.1e}"),
+    }
+}
+
+/// A size with three digits.
+fn bytes(bytes: Bytes) -> String {
+    let mut value = bytes.0 as f64;
+    if value < 1000.0 {
+        return format!("{} B", bytes.0);
+    }
+    let mut unit = "B";
+    for next in ["kB", "MB", "GB", "TB"] {
+        if value < 999.5 {
+            break;
+        }
+        value /= 1000.0;
+        unit = next;
+    }
+    format!("{} {unit}", digits(value))
+}
+
+/// A time with three digits.
+fn time(seconds: f64) -> String {
+    match seconds {
+        s if s >= 0.9995 => format!("{} s", digits(s)),
+        s if s >= 0.000_999_5 => format!("{} ms", digits(s * 1e3)),
+        s => format!("{} µs", digits(s * 1e6)),
+    }
+}
+
+fn digits(value: f64) -> String {
+    match value {
+        v if v >= 99.95 => format!("{v:.0}"),
+        v if v >= 9.995 => format!("{v:.1}"),
+        v => format!("{v:.2}"),
+    }
+}
+
+/// Digits in groups of three.
+fn count(n: u64) -> String {
+    let digits = n.to_string();
+    let mut out = String::new();
+    for (i, digit) in digits.chars().enumerate() {
+        if i > 0 && (digits.len() - i).is_multiple_of(3) {
+            out.push(',');
+        }
+        out.push(digit);
+    }
+    out
+}
+
+/// Tokens per second after the first one.
+fn rate(times: Times, generated: usize) -> String {
+    let seconds = times.last_token - times.first_token;
+    if generated < 2 || seconds <= 0.0 {
+        return "-".into();
+    }
+    digits((generated - 1) as f64 / seconds)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn numbers_for_people() {
+        assert_eq!(bytes(Bytes(999)), "999 B");
+        assert_eq!(bytes(Bytes(46_080)), "46.1 kB");
+        assert_eq!(bytes(Bytes(999_999)), "1.00 MB");
+        assert_eq!(time(0.0), "0.00 µs");
+        assert_eq!(time(0.003_14), "3.14 ms");
+        assert_eq!(time(0.999_9), "1.00 s");
+        assert_eq!(time(123.4), "123 s");
+        assert_eq!(count(1_234_567), "1,234,567");
+        assert_eq!(count(12), "12");
+    }
+}

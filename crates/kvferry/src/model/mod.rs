@@ -1,0 +1,161 @@
+//! Which model is meant, where it lies, and how it gets there. Not for reading it (`kvferry_engine::checkpoint`).
+
+mod fetch;
+mod hub;
+mod pull;
+
+use std::{
+    fmt,
+    path::{Path, PathBuf},
+    str::FromStr,
+};
+
+use kvferry_engine::checkpoint::{self, Checkpoint};
+use kvferry_plan::Blame;
+
+use crate::failure::Failure;
+pub(crate) use fetch::Progress;
+
+/// The checkpoint that is built into the binary.
+pub(crate) const EMBEDDED: &str = "llama_tiny";
+
+/// What `--model` names.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum ModelRef {
+    /// `embedded:llama_tiny`: built in, random weights, served by ids.
+    Embedded,
+    /// `hf:owner/repo/file`: from the Hugging Face hub.
+    Hub(hub::HubFile),
+    /// A GGUF file, or a Hugging Face folder.
+    Path(PathBuf),
+    /// `smollm2`: SmolLM2-135M-Instruct, pinned by digest.
+    SmolLm2,
+}
+
+impl FromStr for ModelRef {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        if text == "smollm2" {
+            return Ok(Self::SmolLm2);
+        }
+        if let Some(name) = text.strip_prefix("embedded:") {
+            return match name {
+                EMBEDDED => Ok(Self::Embedded),
+                _ => Err(format!("there is no built-in model {name:?}; use `embedded:{EMBEDDED}`")),
+            };
+        }
+        if let Some(file) = text.strip_prefix("hf:") {
+            return file.parse().map(Self::Hub);
+        }
+        if text.is_empty() {
+            return Err("name a GGUF file, a Hugging Face folder, hf:owner/repo/file or smollm2".into());
+        }
+        Ok(Self::Path(text.into()))
+    }
+}
+
+impl fmt::Display for ModelRef {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Embedded => write!(f, "embedded:{EMBEDDED}"),
+            Self::Hub(file) => write!(f, "hf:{file}"),
+            Self::Path(path) => write!(f, "{}", path.display()),
+            Self::SmolLm2 => f.write_str("smollm2"),
+        }
+    }
+}
+
+/// A model that is on this machine.
+#[derive(Clone, Debug)]
+pub(crate) struct Located {
+    /// Name for people, without folders.
+    pub(crate) name: String,
+    /// Where it lies; `None` for the built-in one.
+    pub(crate) path: Option<PathBuf>,
+}
+
+impl Located {
+    fn file(path: PathBuf) -> Self {
+        let name =
+            path.file_name().map_or_else(|| path.display().to_string(), |n| n.to_string_lossy().into());
+        Self { name, path: Some(path) }
+    }
+
+    /// The built-in checkpoint.
+    pub(crate) fn embedded() -> Self {
+        Self { name: EMBEDDED.into(), path: None }
+    }
+
+    /// Opens and checks it; weights are not read yet.
+    pub(crate) fn open(&self) -> Result<Checkpoint, Failure> {
+        match &self.path {
+            Some(path) => Checkpoint::open(path).map_err(|e| Failure::new(e.blame(), e)),
+            None => checkpoint::embedded().map_err(|e| Failure::new(e.blame(), e)),
+        }
+    }
+
+    /// How a child process is told of it.
+    pub(crate) fn argument(&self) -> std::ffi::OsString {
+        match &self.path {
+            Some(path) => path.into(),
+            None => ModelRef::Embedded.to_string().into(),
+        }
+    }
+}
+
+/// Finds the model on this machine, fetching what can be fetched.
+pub(crate) async fn locate(model: &ModelRef, progress: Progress) -> Result<Located, Failure> {
+    match model {
+        ModelRef::Embedded => Ok(Located::embedded()),
+        ModelRef::Hub(file) => hub::fetch(file, progress).await.map(Located::file),
+        ModelRef::Path(path) if path.exists() => Ok(Located::file(path.clone())),
+        ModelRef::Path(path) => Err(Failure::new(
+            Blame::Caller,
+            format!(
+                "model {}: there is no such file or folder; name a GGUF file, a Hugging Face folder, \
+                 hf:owner/repo/file or smollm2",
+                path.display()
+            ),
+        )),
+        ModelRef::SmolLm2 => pull::smollm2(progress).await.map(Located::file),
+    }
+}
+
+/// Where the model lies now, or would after `model pull`; never fetches. An error when it is not there.
+pub(crate) fn path(model: &ModelRef) -> Result<PathBuf, Failure> {
+    let path = match model {
+        ModelRef::Embedded => {
+            return Err(Failure::new(
+                Blame::Caller,
+                format!("{model} is part of the binary and has no path"),
+            ));
+        }
+        ModelRef::Hub(file) => hub::path(file)?,
+        ModelRef::Path(path) => path.clone(),
+        ModelRef::SmolLm2 => pull::path()?,
+    };
+    if path.exists() {
+        return Ok(path);
+    }
+    let text = format!("{} is not there; run `kvferry model pull {model}`", path.display());
+    Err(Failure::new(Blame::Environment, text))
+}
+
+/// `$XDG_CACHE_HOME/kvferry/models`, or the same below `~/.cache`.
+fn cache() -> Result<PathBuf, Failure> {
+    let absolute = |name: &str| std::env::var_os(name).map(PathBuf::from).filter(|p| p.is_absolute());
+    let base = absolute("XDG_CACHE_HOME").or_else(|| absolute("HOME").map(|home| home.join(".cache")));
+    base.map(|base| base.join("kvferry").join("models")).ok_or_else(|| {
+        Failure::new(
+            Blame::Environment,
+            "no cache folder: neither XDG_CACHE_HOME nor HOME is an absolute path; set one, or name a file with --model",
+        )
+    })
+}
+
+fn make_folder(path: &Path) -> Result<(), Failure> {
+    std::fs::create_dir_all(path).map_err(|e| {
+        Failure::new(Blame::Environment, format!("cannot make the folder {}: {e}", path.display()))
+    })
+}

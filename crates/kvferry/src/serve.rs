@@ -1,0 +1,110 @@
+//! `kvferry serve`: one process of a cluster.
+
+use std::{io::Read, time::Duration};
+
+use kvferry_engine::{LoadOptions, Model};
+use kvferry_plan::{Blame, InstanceId};
+use kvferry_registry::{Role, bind_loopback};
+use kvferry_server::{Instance, InstanceConfig, ServerError, serve_registry};
+use serde_json::json;
+use tokio::signal::unix::{SignalKind, signal};
+use tokio_util::sync::CancellationToken;
+
+use crate::{
+    args::{RoleArg, ServeArgs, name_of},
+    failure::Failure,
+    model::{self, Progress},
+    terminal,
+};
+
+/// Pool of an instance that was not told how large it should be.
+const POOL_TOKENS: u64 = 4096;
+/// How long a process whose parent is gone may take to end in order.
+const ORPHAN: Duration = Duration::from_secs(2);
+
+/// Runs a role until it is told to stop.
+pub(crate) async fn run(args: ServeArgs) -> Result<(), Failure> {
+    let drain = CancellationToken::new();
+    if args.exit_with_parent {
+        follow_parent(drain.clone())?;
+    }
+    stop_on_signals(drain.clone())?;
+    let instance = args.instance.clone().unwrap_or_else(|| format!("{}-0", name_of(&args.role)));
+    let role = match args.role {
+        RoleArg::Registry => {
+            let listener = bind_loopback(args.listen).await?;
+            let at = listener.local_addr().map_err(|e| Failure::new(Blame::Environment, e))?;
+            ready(&format!("http://{at}"), &instance, args.role);
+            return Ok(serve_registry(listener, drain).await?);
+        }
+        RoleArg::Prefill => Role::Prefill,
+        RoleArg::Decode => Role::Decode,
+    };
+    let located = model::locate(&args.model, Progress::Shown).await?;
+    let options = LoadOptions { attention: args.engine.attention.into(), arith: args.engine.arith.into() };
+    let model = blocking(move || Ok(Model::from_checkpoint(&located.open()?, options)?)).await?;
+    let config = InstanceConfig {
+        instance: InstanceId(instance.clone()),
+        role,
+        listen: args.listen,
+        registry: args.registry.clone().unwrap_or_default(),
+        engine: args.engine.config(&args.layout, POOL_TOKENS),
+        transports: vec![args.engine.transport.into()],
+        digest: !args.engine.no_digest,
+        inject: args.engine.inject.map(Into::into),
+    };
+    let running = Instance::start(model, config).await?;
+    ready(&running.url(), &instance, args.role);
+    Ok(running.serve(drain).await?)
+}
+
+/// Runs what computes for long off the threads that answer.
+pub(crate) async fn blocking<T: Send + 'static>(
+    work: impl FnOnce() -> Result<T, Failure> + Send + 'static,
+) -> Result<T, Failure> {
+    tokio::task::spawn_blocking(work).await.map_err(|e| Failure::new(Blame::Us, e))?
+}
+
+fn ready(http: &str, instance: &str, role: RoleArg) {
+    let pid = std::process::id();
+    terminal::line(json!({
+        "ready": true, "role": name_of(&role), "instance": instance, "http": http, "pid": pid
+    }));
+}
+
+fn stop_on_signals(drain: CancellationToken) -> Result<(), Failure> {
+    let failed = |e| Failure::new(Blame::Environment, format!("cannot watch for signals: {e}"));
+    let mut term = signal(SignalKind::terminate()).map_err(failed)?;
+    let mut interrupt = signal(SignalKind::interrupt()).map_err(failed)?;
+    tokio::spawn(async move {
+        tokio::select! {
+            _ = term.recv() => {}
+            _ = interrupt.recv() => {}
+        }
+        drain.cancel();
+    });
+    Ok(())
+}
+
+/// Drains when standard input ends, and exits soon after in any case.
+fn follow_parent(drain: CancellationToken) -> Result<(), Failure> {
+    let watch = move || {
+        let mut byte = [0];
+        // Nothing is ever sent: what matters is the end.
+        while matches!(std::io::stdin().read(&mut byte), Ok(1..)) {}
+        drain.cancel();
+        std::thread::sleep(ORPHAN);
+        std::process::exit(0);
+    };
+    std::thread::Builder::new()
+        .name("parent-watch".into())
+        .spawn(watch)
+        .map(drop)
+        .map_err(|e| Failure::new(Blame::Environment, format!("cannot start a thread: {e}")))
+}
+
+impl From<ServerError> for Failure {
+    fn from(error: ServerError) -> Self {
+        Self::new(error.blame(), error)
+    }
+}

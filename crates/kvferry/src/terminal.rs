@@ -1,0 +1,54 @@
+//! Writing to the terminal: plain when it is a pipe or `NO_COLOR` is set.
+
+use std::{
+    fmt,
+    io::{IsTerminal, Write},
+};
+
+use crate::failure::Failure;
+
+/// A look.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Look {
+    Bad,
+    Dim,
+    Good,
+    Strong,
+}
+
+/// `text` in a look, if stdout is a terminal.
+pub(crate) fn styled(look: Look, text: impl fmt::Display) -> String {
+    let plain =
+        !std::io::stdout().is_terminal() || std::env::var_os("NO_COLOR").is_some_and(|v| !v.is_empty());
+    if plain {
+        return text.to_string();
+    }
+    let code = match look {
+        Look::Bad => "1;31",
+        Look::Dim => "2",
+        Look::Good => "1;32",
+        Look::Strong => "1",
+    };
+    format!("\x1b[{code}m{text}\x1b[0m")
+}
+
+/// Writes without a line end, at once. A reader that has gone away is not an error: exit codes tell the result.
+pub(crate) fn piece(text: impl fmt::Display) {
+    let mut out = std::io::stdout().lock();
+    let _ = write!(out, "{text}").and_then(|()| out.flush());
+}
+
+/// Writes a line.
+pub(crate) fn line(text: impl fmt::Display) {
+    piece(format_args!("{text}\n"));
+}
+
+/// Writes an error to stderr.
+pub(crate) fn complain(failure: &Failure) {
+    let _ = writeln!(std::io::stderr(), "error ({}): {failure}", failure.blame());
+}
+
+/// Writes a note to stderr.
+pub(crate) fn note(text: impl fmt::Display) {
+    let _ = writeln!(std::io::stderr(), "note: {text}");
+}

@@ -1,0 +1,162 @@
+//! What the command line says, and what it refuses.
+
+#![allow(clippy::unwrap_used, clippy::panic)]
+
+mod common;
+
+use common::{command, finish, ids_file, kvferry};
+
+/// Exit status and everything said.
+fn said(args: &[&str]) -> String {
+    let run = kvferry(args);
+    format!("exit {}\n{}{}", run.code.unwrap(), run.stdout, run.stderr)
+}
+
+#[test]
+fn help() {
+    insta::assert_snapshot!("help", said(&["--help"]));
+    insta::assert_snapshot!("help_demo", said(&["demo", "--help"]));
+    insta::assert_snapshot!("help_serve", said(&["serve", "--help"]));
+    insta::assert_snapshot!("help_model", said(&["model", "--help"]));
+    insta::assert_snapshot!("help_model_pull", said(&["model", "pull", "--help"]));
+}
+
+#[test]
+fn layouts_that_cannot_be() {
+    let all: Vec<String> = [
+        "tp=0",
+        "tp=4,dcp=3",
+        "tp=2,heads=3",
+        "tp",
+        "tp=2,tp=2",
+        "page=0",
+        "kv=f16",
+        "pp=2",
+        "layers=0-1/2-3",
+        "cp=2",
+        "tp=2,shard=on",
+        "ep=2",
+        "kv=fp8",
+    ]
+    .into_iter()
+    .map(|spec| format!("{spec}\n{}", said(&["demo", "--prefill", spec])))
+    .collect();
+    insta::assert_snapshot!("layouts", all.join("\n"));
+}
+
+#[test]
+fn numbers_and_files_that_cannot_be() {
+    let folder = tempfile::tempdir().unwrap();
+    let at = folder.path().to_str().unwrap();
+    let file = |name: &str, content: &str| {
+        let path = folder.path().join(name);
+        std::fs::write(&path, content).unwrap();
+        path.to_str().unwrap().to_owned()
+    };
+    let long = ids_file(folder.path(), 70, 512, 0);
+    let tiny = ["demo", "--model", "embedded:llama_tiny"];
+    let cases: &[&[&str]] = &[
+        &["--kv-dtype", "fp8"],
+        &["--chunk", "0"],
+        &["--max-tokens", "0"],
+        &["--transport", "rdma"],
+        &["--inject", "gremlin"],
+        &["--prompt", "hello"],
+        &["--prompt-tokens", "/no/such/file"],
+        &["--prompt-tokens", &file("text.json", "hello")],
+        &["--prompt-tokens", &file("empty.json", "[]")],
+        &["--prompt-tokens", &file("vocabulary.json", "[1, 512]")],
+        &["--max-model-len", "64", "--prompt-tokens", long.to_str().unwrap()],
+        &["--max-model-len", "1000000"],
+    ];
+    let mut all: Vec<String> = cases.iter().map(|more| said(&[&tiny, *more].concat())).collect();
+    for model in
+        ["/no/such/model.gguf", at, &file("model.gguf", "GGUF"), "hf:owner/repo", "embedded:other", ""]
+    {
+        all.push(said(&["demo", "--model", model]));
+    }
+    all.push(said(&["serve", "--role", "prefill"]));
+    all.push(said(&["serve", "--role", "registry", "--listen", "0.0.0.0:0"]));
+    all.push(said(&[
+        "serve",
+        "--role",
+        "decode",
+        "--model",
+        "embedded:llama_tiny",
+        "--registry",
+        "http://10.0.0.1:1",
+    ]));
+    for text in &all {
+        assert!(!text.starts_with("exit 0") && !text.contains("panicked"), "{text}");
+    }
+    insta::assert_snapshot!("refusals", all.join("\n").replace(at, "FOLDER"));
+}
+
+#[test]
+fn a_pull_that_cannot_succeed_names_every_source_and_the_way_out() {
+    let folder = tempfile::tempdir().unwrap();
+    let at = folder.path().to_str().unwrap();
+    let wrong = folder.path().join("wrong.gguf");
+    std::fs::write(&wrong, "GGUF").unwrap();
+    let pull = |url: Option<&str>| {
+        let mut pull = command(&["model", "pull"]);
+        pull.env("XDG_CACHE_HOME", at).env("PATH", at);
+        if let Some(url) = url {
+            pull.env("KVFERRY_MODEL_URL", url);
+        }
+        let run = finish(pull.output().unwrap());
+        format!("exit {}\n{}{}", run.code.unwrap(), run.stdout, run.stderr)
+    };
+    let mut all =
+        vec![pull(None), pull(Some(&format!("file://{}", wrong.display()))), pull(Some("ftp://x/y"))];
+    // A damaged file in the cache is not used.
+    let cached = folder.path().join("kvferry/models/SmolLM2-135M-Instruct.Q4_1.gguf");
+    std::fs::write(&cached, "GGUF").unwrap();
+    all.push(pull(None));
+    insta::assert_snapshot!("pull", all.join("\n").replace(at, "FOLDER"));
+    let left: Vec<_> = std::fs::read_dir(cached.parent().unwrap()).unwrap().collect();
+    assert_eq!(left.len(), 1, "temporary files were left: {left:?}");
+}
+
+#[test]
+fn a_hub_file_is_fetched_once() {
+    use std::io::{Read, Write};
+    let folder = tempfile::tempdir().unwrap();
+    let hub = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let endpoint = format!("http://{}", hub.local_addr().unwrap());
+    // Answers two requests: one file, one that is not there.
+    let server = std::thread::spawn(move || {
+        let mut asked = Vec::new();
+        for answer in
+            ["200 OK\r\nContent-Length: 4\r\n\r\nGGUF", "404 Not Found\r\nContent-Length: 0\r\n\r\n"]
+        {
+            let (mut stream, _) = hub.accept().unwrap();
+            let mut buffer = [0; 4096];
+            let n = stream.read(&mut buffer).unwrap();
+            asked.push(String::from_utf8_lossy(&buffer[..n]).into_owned());
+            stream.write_all(format!("HTTP/1.1 {answer}").as_bytes()).unwrap();
+        }
+        asked
+    });
+    let pull = |file: &str| {
+        finish(
+            command(&["model", "pull", file])
+                .env("XDG_CACHE_HOME", folder.path())
+                .env("HF_ENDPOINT", &endpoint)
+                .env("HF_TOKEN", "secret")
+                .output()
+                .unwrap(),
+        )
+    };
+    let first = pull("hf:owner/repo/sub/model.gguf");
+    assert_eq!(first.code, Some(0), "{}", first.all());
+    assert_eq!(std::fs::read(first.stdout.trim()).unwrap(), b"GGUF");
+    let again = pull("hf:owner/repo/sub/model.gguf");
+    assert_eq!((again.code, &again.stdout), (Some(0), &first.stdout));
+    let absent = pull("hf:owner/repo/absent.gguf");
+    assert_eq!(absent.code, Some(1));
+    assert!(absent.stderr.contains("404") && absent.stderr.contains("HF_TOKEN"), "{}", absent.stderr);
+    let asked = server.join().unwrap();
+    assert!(asked[0].starts_with("GET /owner/repo/resolve/main/sub/model.gguf "), "{}", asked[0]);
+    assert!(asked[0].to_lowercase().contains("authorization: bearer secret"), "{}", asked[0]);
+}

@@ -1,0 +1,350 @@
+//! Processes that are started one by one: pairing, limits, clients that leave, what is left behind.
+
+#![allow(clippy::unwrap_used, clippy::panic)]
+
+mod common;
+
+use std::{
+    io::{BufRead, BufReader},
+    process::Stdio,
+    time::Duration,
+};
+
+use common::{Server, command, wait_until};
+use kvferry::{
+    plan::{Attempt, Blame, InstanceId, RoomId, RoomKey},
+    server::{
+        DecodeDone, DecodeRecord, DecodeRequest, InstanceClient, PrefillRequest, Problem, SamplingSpec, Stage,
+    },
+};
+use serde_json::Value;
+use tokio::runtime::Runtime;
+
+struct Cluster {
+    runtime: Runtime,
+    registry: Server,
+    prefill: Server,
+    decode: Server,
+}
+
+fn instance(registry: &Server, role: &str, more: &[&str]) -> Server {
+    let base = ["--role", role, "--model", "embedded:llama_tiny", "--registry", &registry.url];
+    let server = Server::start(&[&base[..], more].concat());
+    // Whoever asks next finds it.
+    let runtime = runtime();
+    wait_until("it is registered", || runtime.block_on(client(&server).health()).unwrap().registered);
+    server
+}
+
+fn runtime() -> Runtime {
+    tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap()
+}
+
+fn client(server: &Server) -> InstanceClient {
+    InstanceClient::new(&server.url).unwrap()
+}
+
+fn key(room: u128) -> RoomKey {
+    RoomKey { room: RoomId(room), attempt: Attempt(0) }
+}
+
+impl Cluster {
+    fn start(prefill: &[&str], decode: &[&str]) -> Self {
+        let registry = Server::start(&["--role", "registry"]);
+        let prefill = instance(&registry, "prefill", prefill);
+        let decode = instance(&registry, "decode", decode);
+        Self { runtime: runtime(), registry, prefill, decode }
+    }
+
+    fn ask(&self, room: u128, prompt: &[u32]) -> (PrefillRequest, DecodeRequest) {
+        let (key, prompt) = (key(room), prompt.to_vec());
+        let decode = DecodeRequest {
+            key,
+            prefill: InstanceId(self.prefill.instance.clone()),
+            prompt: prompt.clone(),
+            max_tokens: 4,
+            sampling: SamplingSpec::default(),
+            ignore_eos: true,
+            hold: false,
+        };
+        (PrefillRequest { key, prompt, sampling: SamplingSpec::default() }, decode)
+    }
+
+    /// One request across both: the ids and the end.
+    fn run(&self, room: u128, prompt: &[u32]) -> Result<(Vec<u32>, DecodeDone), Problem> {
+        let (to_prefill, to_decode) = self.ask(room, prompt);
+        self.runtime.block_on(async {
+            let (prefill, decode) = (client(&self.prefill), client(&self.decode));
+            let decoded = async {
+                let (mut stream, mut ids) = (decode.decode(&to_decode).await?, Vec::new());
+                while let Some(record) = stream.next().await? {
+                    match record {
+                        DecodeRecord::Token(token) => ids.push(token.id),
+                        DecodeRecord::Done(done) => return Ok((ids, done)),
+                        DecodeRecord::Error(problem) => return Err(problem),
+                    }
+                }
+                panic!("the stream ended without an end")
+            };
+            let (prefill, decoded) = tokio::join!(prefill.prefill(&to_prefill), decoded);
+            if decoded.is_ok() {
+                assert_eq!(prefill.unwrap().prompt_tokens, prompt.len() as u64);
+            }
+            decoded
+        })
+    }
+
+    fn ledger(&self, server: &Server) -> Value {
+        // A client of its own, so that no connection of it stays open.
+        self.runtime.block_on(client(server).ledger()).unwrap()
+    }
+
+    /// Both ledgers, without counters that only grow and without what belongs to asking.
+    fn held(&self) -> [Value; 2] {
+        [&self.prefill, &self.decode].map(|server| {
+            let mut ledger = self.ledger(server);
+            let node = ledger["node"].as_object_mut().unwrap();
+            node.retain(|name, _| !["completed", "failed", "refused", "tombstones"].contains(&name.as_str()));
+            let process = ledger["process"].as_object_mut().unwrap();
+            process.remove("threads");
+            ledger
+        })
+    }
+
+    fn is_quiet(&self) -> bool {
+        self.held().iter().all(|l| {
+            let zero = |group: &str, name: &str| l[group][name] == 0;
+            zero("engine", "pages_held")
+                && ["sending", "receiving", "waiting", "leases", "grants", "jobs"]
+                    .iter()
+                    .all(|n| zero("node", n))
+                && l["tasks"] == 0
+                && l["held"] == 0
+        })
+    }
+}
+
+#[test]
+fn after_many_rooms_nothing_is_left() {
+    let cluster = Cluster::start(&["--layout", "tp=2"], &["--layout", "tp=4,dcp=2,page=8"]);
+    let prompt: Vec<u32> = (5..95).collect();
+    // The first room opens the connection and the link that later ones share.
+    let first = cluster.run(1, &prompt).unwrap();
+    wait_until("quiet", || cluster.is_quiet());
+    let before = cluster.held();
+    for room in 2..8 {
+        let (ids, done) = cluster.run(room, &prompt).unwrap();
+        assert_eq!(ids, first.0);
+        assert_eq!((done.prompt_tokens, done.prompt_tokens_computed), (90, 0));
+        assert_eq!(done.transfer.bytes, done.transfer.planned_bytes);
+    }
+    wait_until("everything is as it was", || cluster.held() == before);
+    let ledger = cluster.ledger(&cluster.decode);
+    assert_eq!(ledger["node"]["completed"], 7);
+    assert!(ledger["process"]["threads"].as_u64().unwrap() < 60, "{ledger:#}");
+}
+
+#[test]
+fn a_client_that_leaves_ends_its_room_on_both_sides() {
+    let cluster = Cluster::start(&[], &[]);
+    let prompt: Vec<u32> = (1..40).collect();
+    // Decode waits for a prefill that nobody has asked for; prefill for a decode that nobody has asked for.
+    let (_, to_decode) = cluster.ask(1, &prompt);
+    let other = cluster.ask(2, &prompt).0;
+    cluster.runtime.block_on(async {
+        let stream = client(&cluster.decode).decode(&to_decode).await.unwrap();
+        let lonely =
+            tokio::time::timeout(Duration::from_millis(300), client(&cluster.prefill).prefill(&other)).await;
+        assert!(lonely.is_err(), "nobody has opened the room: {lonely:?}");
+        drop(stream);
+    });
+    wait_until("both rooms are gone", || cluster.is_quiet());
+    // The client of prefill goes away in the middle of a long prompt: decode hears of it.
+    let (to_prefill, to_decode) = cluster.ask(3, &[7; 3000]);
+    let told = cluster.runtime.block_on(async {
+        let mut stream = client(&cluster.decode).decode(&to_decode).await.unwrap();
+        let prefill = client(&cluster.prefill);
+        let cut = tokio::time::timeout(Duration::from_millis(150), prefill.prefill(&to_prefill)).await;
+        assert!(cut.is_err(), "the prompt was computed too fast for this test: {cut:?}");
+        stream.next().await.unwrap().unwrap()
+    });
+    assert!(matches!(told, DecodeRecord::Error(ref p) if p.stage == Stage::HandOff), "{told:?}");
+    wait_until("that room is gone too", || cluster.is_quiet());
+    cluster.run(4, &prompt).unwrap();
+}
+
+#[test]
+fn a_held_room_can_be_read_and_released_once() {
+    let cluster = Cluster::start(&[], &["--layout", "tp=2"]);
+    let (to_prefill, mut to_decode) = cluster.ask(1, &[3, 1, 4, 1, 5]);
+    to_decode.hold = true;
+    cluster.runtime.block_on(async {
+        let (prefill, decode) = (client(&cluster.prefill), client(&cluster.decode));
+        let drain = async {
+            let mut stream = decode.decode(&to_decode).await.unwrap();
+            while stream.next().await.unwrap().is_some() {}
+        };
+        let (reply, ()) = tokio::join!(prefill.prefill(&to_prefill), drain);
+        reply.unwrap();
+        for rank in 0..2 {
+            let dump = decode.kv(key(1), kvferry::plan::RankId(rank)).await.unwrap();
+            // 4 layers, K and V, 5 tokens, 2 of 4 heads.
+            assert_eq!(dump.pieces().count(), 4 * 2 * 5 * 2);
+        }
+        assert_eq!(decode.kv(key(1), kvferry::plan::RankId(2)).await.unwrap_err().blame, Blame::Caller);
+        assert_eq!(decode.kv(key(9), kvferry::plan::RankId(0)).await.unwrap_err().blame, Blame::Caller);
+        decode.release(key(1)).await.unwrap();
+        assert_eq!(decode.release(key(1)).await.unwrap_err().blame, Blame::Caller);
+        assert!(decode.kv(key(1), kvferry::plan::RankId(0)).await.is_err());
+    });
+    assert!(cluster.is_quiet());
+}
+
+#[test]
+fn a_prompt_that_cannot_fit_is_a_400_with_the_limit_before_any_work() {
+    let cluster = Cluster::start(&["--max-model-len", "64"], &["--pool-tokens", "48"]);
+    cluster.runtime.block_on(async {
+        let (to_prefill, to_decode) = cluster.ask(1, &[7; 64]);
+        let refused = client(&cluster.prefill).prefill(&to_prefill).await.unwrap_err();
+        assert_eq!((refused.blame, refused.stage), (Blame::Caller, Stage::Admission));
+        assert!(refused.cause.contains("limit is 63"), "{refused}");
+        let refused = client(&cluster.decode).decode(&to_decode).await.unwrap_err();
+        assert_eq!((refused.blame, refused.stage), (Blame::Caller, Stage::Admission));
+        assert!(
+            refused.cause.contains("limit is 47") && refused.cause.contains("--pool-tokens"),
+            "{refused}"
+        );
+
+        let http = kvferry::registry::loopback_http().unwrap().build().unwrap();
+        let post = |server: &Server, path: &str, body: &str| {
+            http.post(format!("{}{path}", server.url))
+                .header("content-type", "application/json")
+                .body(body.to_owned())
+                .send()
+        };
+        let body = serde_json::to_string(&to_prefill).unwrap();
+        for (server, path, body, status) in [
+            (&cluster.prefill, "/internal/prefill", body.as_str(), 400),
+            (&cluster.prefill, "/internal/prefill", "{", 400),
+            (&cluster.prefill, "/internal/decode", "{}", 404),
+            (&cluster.decode, "/internal/decode", "[]", 400),
+        ] {
+            assert_eq!(post(server, path, body).await.unwrap().status(), status, "{path} {body}");
+        }
+    });
+    assert!(cluster.is_quiet());
+}
+
+#[test]
+fn instances_that_do_not_fit_are_refused_by_field_and_live_on() {
+    let cluster = Cluster::start(&["--kv-dtype", "bf16"], &[]);
+    let cases = [
+        (vec!["--kv-dtype", "bf16", "--attention", "mla"], "parts"),
+        (vec!["--kv-dtype", "bf16", "--arith", "fast"], "model"),
+        (vec!["--kv-dtype", "bf16", "--transport", "shm"], "transports"),
+    ];
+    let refused = |problem: Problem, field: &str| {
+        assert_eq!((problem.blame, problem.stage), (Blame::PeerIncompatible, Stage::HandOff), "{problem}");
+        assert!(problem.cause.contains(&format!("`{field}`")), "{field}: {problem}");
+    };
+    let prompt = [1, 2, 3];
+    let ask = |cluster: &Cluster, decode: &Server, room| {
+        let (_, to_decode) = cluster.ask(room, &prompt);
+        cluster.runtime.block_on(async {
+            let mut stream = client(decode).decode(&to_decode).await.unwrap();
+            stream.next().await.unwrap().unwrap()
+        })
+    };
+    let problem = |record| match record {
+        DecodeRecord::Error(problem) => problem,
+        other => panic!("{other:?}"),
+    };
+    refused(problem(ask(&cluster, &cluster.decode, 1)), "key.dtype");
+    for (i, (more, field)) in cases.into_iter().enumerate() {
+        let name = format!("decode-{}", i + 1);
+        let other = instance(&cluster.registry, "decode", &[&more[..], &["--instance", &name]].concat());
+        refused(problem(ask(&cluster, &other, 10 + i as u128)), field);
+    }
+    // Prefill serves whoever fits.
+    let fits = instance(&cluster.registry, "decode", &["--kv-dtype", "bf16", "--instance", "decode-9"]);
+    let cluster = Cluster { decode: fits, ..cluster };
+    cluster.run(20, &prompt).unwrap();
+}
+
+#[test]
+fn an_unknown_prefill_is_named_with_those_that_are_there() {
+    let cluster = Cluster::start(&[], &[]);
+    let (_, mut to_decode) = cluster.ask(1, &[1, 2]);
+    to_decode.prefill = InstanceId("prefill-7".into());
+    let record = cluster.runtime.block_on(async {
+        client(&cluster.decode).decode(&to_decode).await.unwrap().next().await.unwrap().unwrap()
+    });
+    let DecodeRecord::Error(problem) = record else { panic!("{record:?}") };
+    assert_eq!((problem.blame, problem.stage), (Blame::Caller, Stage::Lookup));
+    assert!(problem.cause.contains("prefill-7") && problem.cause.contains("prefill-0"), "{problem}");
+    wait_until("quiet", || cluster.is_quiet());
+}
+
+#[test]
+fn sigterm_drains_and_leaves_the_registry() {
+    let Cluster { runtime, registry, prefill, decode } = Cluster::start(&[], &[]);
+    let members =
+        || runtime.block_on(kvferry::registry::Client::new(&registry.url).unwrap().members()).unwrap().len();
+    assert_eq!(members(), 2);
+    assert_eq!(prefill.terminate(), Some(0));
+    // Not by the end of a lease: it said goodbye.
+    assert_eq!(members(), 1);
+    assert_eq!(decode.terminate(), Some(0));
+    assert_eq!(members(), 0);
+    assert_eq!(registry.terminate(), Some(0));
+}
+
+#[test]
+fn a_second_start_of_the_same_name_takes_over_and_the_first_one_ends() {
+    let registry = Server::start(&["--role", "registry"]);
+    let mut first = instance(&registry, "prefill", &[]);
+    let second = instance(&registry, "prefill", &[]);
+    wait_until("the older process ends", || first.child.try_wait().unwrap().is_some());
+    assert_eq!(first.child.wait().unwrap().code(), Some(2));
+    let runtime = runtime();
+    let members = runtime.block_on(kvferry::registry::Client::new(&registry.url).unwrap().members()).unwrap();
+    assert_eq!(members.len(), 1);
+    assert_eq!(members[0].http, second.url);
+}
+
+#[test]
+fn a_killed_demo_leaves_no_process() {
+    let mut demo =
+        command(&["demo", "--model", "embedded:llama_tiny", "--max-tokens", "4000", "--ignore-eos"])
+            .stdout(Stdio::piped())
+            .stderr(Stdio::null())
+            .spawn()
+            .unwrap();
+    let lines = BufReader::new(demo.stdout.take().unwrap()).lines();
+    let pids: Vec<String> = lines
+        .map_while(Result::ok)
+        .filter_map(|line| line.split_once("pid ").map(|(_, pid)| pid.trim().to_owned()))
+        .take(2)
+        .collect();
+    let alive = |pid: &String| {
+        std::fs::read_to_string(format!("/proc/{pid}/stat")).is_ok_and(|stat| !stat.contains(") Z "))
+    };
+    let registry_too = children(demo.id());
+    assert!(pids.len() == 2 && pids.iter().all(alive), "{pids:?}");
+    assert_eq!(registry_too.len(), 3, "{registry_too:?}");
+    demo.kill().unwrap();
+    demo.wait().unwrap();
+    wait_until("the children end", || !registry_too.iter().any(alive));
+}
+
+/// The processes whose parent is `pid`.
+fn children(pid: u32) -> Vec<String> {
+    std::fs::read_dir("/proc")
+        .unwrap()
+        .filter_map(|entry| {
+            let stat = std::fs::read_to_string(entry.ok()?.path().join("stat")).ok()?;
+            let parent = stat.rsplit_once(") ")?.1.split(' ').nth(1)?.parse::<u32>().ok()?;
+            (parent == pid).then(|| stat.split(' ').next().unwrap_or_default().to_owned())
+        })
+        .collect()
+}

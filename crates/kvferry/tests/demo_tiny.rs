@@ -1,0 +1,179 @@
+//! The demo on the built-in checkpoint: it proves what it claims, and finds what is wrong.
+
+#![allow(clippy::unwrap_used, clippy::panic)]
+
+mod common;
+
+use common::{assert_proven, command, finish, ids_file, kvferry};
+use serde_json::Value;
+
+const TINY: [&str; 4] = ["demo", "--json", "--model", "embedded:llama_tiny"];
+const MLA_DCP4: [&str; 6] = ["--attention", "mla", "--prefill", "tp=2", "--decode", "tp=4,dcp=4"];
+const PAGES: [&str; 4] = ["--prefill", "tp=1,page=64", "--decode", "tp=2,page=24"];
+
+fn demo(more: &[&[&str]]) -> common::Run {
+    kvferry(&[&TINY[..], &more.concat()].concat())
+}
+
+#[test]
+fn every_layout_is_bit_equal_on_every_transport() {
+    for transport in ["tcp", "shm"] {
+        for layout in [&[][..], &MLA_DCP4, &PAGES, &["--prefill", "tp=5", "--decode", "tp=7,page=3,kv=f32"]] {
+            let report = assert_proven(&demo(&[layout, &["--transport", transport]]));
+            assert_eq!(report["bit_equal"], true, "{layout:?} {report:#}");
+            assert_eq!(report["max_abs_logprob_diff"], 0.0);
+            assert_eq!(report["transport"], transport);
+        }
+    }
+}
+
+#[test]
+fn the_json_object_has_what_is_promised() {
+    let report = assert_proven(&demo(&[&["--max-tokens", "5", "--ignore-eos"]]));
+    assert_eq!(report["model"]["name"], "llama_tiny");
+    let sha256 = report["model"]["sha256"].as_str().unwrap();
+    assert!(sha256.len() == 64 && sha256.chars().all(|c| c.is_ascii_hexdigit()), "{sha256}");
+    assert_eq!(report["prefill"], "tp=3,page=16");
+    assert_eq!(report["decode"], "tp=1,page=16");
+    assert_eq!(report["transport"], "tcp");
+    assert_eq!(report["generated"].as_array().unwrap().len(), 5);
+    let logprobs = report["logprobs"].as_array().unwrap();
+    assert_eq!(logprobs.len(), 5);
+    assert!(logprobs.iter().all(|p| p.as_f64().unwrap() < 0.0), "{logprobs:?}");
+    let transfer = &report["transfer"];
+    assert!(transfer["runs"].as_u64().unwrap() > 0);
+    let (seconds, exposed) =
+        (transfer["seconds"].as_f64().unwrap(), transfer["exposed_seconds"].as_f64().unwrap());
+    assert!(seconds > 0.0 && exposed > 0.0 && seconds < 60.0 && exposed < 60.0, "{transfer}");
+    // 41 tokens, 4 layers, K and V, 4 heads of 16 f32, held once.
+    assert_eq!(transfer["bytes"], 41 * 4 * 2 * 4 * 16 * 4);
+    assert_eq!(report["cache"]["bytes"], transfer["bytes"]);
+}
+
+#[test]
+fn short_prompts_and_page_edges_in_one_cluster() {
+    let folder = tempfile::tempdir().unwrap();
+    let lengths = [1, 15, 16, 17, 63, 64, 65, 255, 256, 257];
+    let files: Vec<_> = lengths.iter().map(|n| ids_file(folder.path(), *n, 512, 1)).collect();
+    let mut args: Vec<&str> = vec!["--max-tokens", "3", "--ignore-eos"];
+    args.extend(files.iter().flat_map(|f| ["--prompt-tokens", f.to_str().unwrap()]));
+    let report = assert_proven(&demo(&[&MLA_DCP4, &args]));
+    assert_eq!(report["bit_equal"], true);
+    let prompts = report["prompts"].as_array().unwrap();
+    let found: Vec<u64> = prompts.iter().map(|p| p["prompt_tokens"].as_u64().unwrap()).collect();
+    assert_eq!(found, lengths.map(|n| n as u64));
+    let bytes: u64 = prompts.iter().map(|p| p["transfer"]["bytes"].as_u64().unwrap()).sum();
+    assert_eq!(report["transfer"]["bytes"], bytes);
+    assert!(prompts.iter().all(|p| p["bit_equal"] == true && p["generated"].as_array().unwrap().len() == 3));
+}
+
+#[test]
+fn fast_arithmetic_is_close_and_bf16_is_compared_from_the_same_prefill_layout() {
+    let f32 = assert_proven(&demo(&[&["--arith", "fast"]]));
+    assert_eq!(f32["claim"], "close");
+    for layout in [&[][..], &MLA_DCP4] {
+        let bf16 = assert_proven(&demo(&[layout, &["--arith", "fast", "--kv-dtype", "bf16"]]));
+        assert_eq!(bf16["claim"], "close_from_same_prefill");
+        assert!(bf16["reference"].as_str().unwrap().contains(bf16["prefill"].as_str().unwrap()), "{bf16:#}");
+        assert!(bf16["max_abs_logprob_diff"].as_f64().unwrap() <= 1e-4);
+        assert_eq!(bf16["cache"]["equal"], true);
+    }
+    let canonical = assert_proven(&demo(&[&["--kv-dtype", "bf16", "--transport", "shm"]]));
+    assert_eq!((&canonical["claim"], &canonical["bit_equal"]), (&"bits".into(), &true.into()));
+}
+
+/// Injects a fault; the finding's kind and text.
+fn finding(fault: &str, layout: &[&str], more: &[&str]) -> (String, String) {
+    let run = demo(&[layout, &["--inject", fault], more]);
+    assert_eq!(run.code, Some(1), "{}", run.all());
+    let report = run.json();
+    assert_eq!(
+        (&report["proven"], &report["bit_equal"]),
+        (&Value::Bool(false), &Value::Bool(false)),
+        "{report:#}"
+    );
+    let first = &report["findings"][0];
+    (first["kind"].as_str().unwrap().to_owned(), first["text"].as_str().unwrap().to_owned())
+}
+
+const FAULTS: [&str; 4] = ["drop-row", "swap-rank", "flip-byte", "skip-send"];
+
+#[test]
+fn digests_find_injected_faults() {
+    for layout in [&[][..], &MLA_DCP4] {
+        for (fault, transport) in FAULTS.into_iter().zip(["tcp", "shm", "tcp", "shm"]) {
+            let (kind, text) = finding(fault, layout, &["--transport", transport]);
+            assert_eq!(kind, "hand_off", "{fault} {layout:?}: {text}");
+            assert!(text.contains("digest"), "{fault} {layout:?}: {text}");
+        }
+    }
+}
+
+#[test]
+fn without_digests_the_comparison_finds_injected_faults() {
+    for layout in [&[][..], &MLA_DCP4] {
+        for (fault, transport) in FAULTS.into_iter().zip(["shm", "tcp", "shm", "tcp"]) {
+            let (kind, text) = finding(fault, layout, &["--no-digest", "--transport", transport]);
+            assert_eq!(kind, "cache", "{fault} {layout:?}: {text}");
+            assert!(text.contains("decode rank ") && text.contains("layer "), "{fault} {layout:?}: {text}");
+        }
+    }
+}
+
+#[test]
+fn a_cache_of_another_type_is_refused_at_pairing_by_field() {
+    let run = demo(&[&["--prefill", "tp=2,kv=bf16", "--decode", "tp=1,kv=f32"]]);
+    assert_eq!(run.code, Some(1), "{}", run.all());
+    let report = run.json();
+    let finding = &report["findings"][0];
+    assert_eq!(finding["blame"], "peer_incompatible", "{report:#}");
+    let text = finding["text"].as_str().unwrap();
+    assert!(text.contains("key.dtype") && text.contains("f32") && text.contains("bf16"), "{text}");
+}
+
+#[test]
+fn people_see_the_text_the_table_and_the_verdict() {
+    let run = kvferry(&["demo", "--model", "embedded:llama_tiny", "--max-tokens", "4"]);
+    assert_eq!(run.code, Some(0), "{}", run.all());
+    for part in [
+        "two processes",
+        "one process",
+        "prompt tokens",
+        "KV moved",
+        "tokens equal: yes",
+        "bits equal: yes",
+        "proven equal",
+    ] {
+        assert!(run.stdout.contains(part), "{part}\n{}", run.stdout);
+    }
+    assert_eq!(run.stderr, "");
+    let run = kvferry(&["demo", "--model", "embedded:llama_tiny", "--inject", "flip-byte"]);
+    assert_eq!(run.code, Some(1));
+    for part in ["tokens equal: no", "finding: ", "NOT proven equal"] {
+        assert!(run.stdout.contains(part), "{part}\n{}", run.stdout);
+    }
+}
+
+#[test]
+fn without_a_model_the_built_in_checkpoint_is_used_and_the_first_line_says_so() {
+    let empty = tempfile::tempdir().unwrap();
+    let run = finish(
+        command(&["demo", "--max-tokens", "2"])
+            .env("XDG_CACHE_HOME", empty.path())
+            .env("PATH", empty.path())
+            .output()
+            .unwrap(),
+    );
+    assert_eq!(run.code, Some(0), "{}", run.all());
+    let first = run.stdout.lines().next().unwrap();
+    assert!(first.contains("llama_tiny") && first.contains("no SmolLM2"), "{first}");
+    // A model that was named is never replaced.
+    let run = finish(
+        command(&["demo", "--model", "smollm2"])
+            .env("XDG_CACHE_HOME", empty.path())
+            .env("PATH", empty.path())
+            .output()
+            .unwrap(),
+    );
+    assert_eq!((run.code, run.stdout.as_str()), (Some(1), ""), "{}", run.all());
+}
