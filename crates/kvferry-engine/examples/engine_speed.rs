@@ -39,7 +39,8 @@ fn main() -> Result<(), Box<dyn Error>> {
     let model = Model::load(&path, LoadOptions { attention, arith })?;
     println!("load            {:8.2} s wall, {:.2} s cpu", begin.elapsed().as_secs_f64(), cpu_seconds()?);
     let vocab = u32::try_from(model.config().vocab)?;
-    let config = EngineConfig { layout, ..EngineConfig::default() };
+    let config =
+        EngineConfig { layout, pool_tokens: u64::from(prompt + generated + 1), ..EngineConfig::default() };
     let engine = Engine::start(model, &config, Arc::new(NoHandOff))?;
     let tokens: Vec<u32> = (0..prompt).map(|i| (i * 7919 + 13) % vocab).collect();
     let request = Request { ignore_eos: true, ..Request::greedy(tokens, generated + 1) };

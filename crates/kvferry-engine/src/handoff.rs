@@ -24,7 +24,8 @@ pub trait HandOff: Send + Sync {
     fn chunk(&self, key: RoomKey, tokens: TokenRange);
     /// The whole prompt is computed and `first` follows it.
     fn finished(&self, key: RoomKey, first: FirstToken);
-    /// The request is over without a result. Its pages stay pinned until it is released.
+    /// The request is over without a result; [`EngineError::Aborted`] when it was released early. Its pages stay
+    /// pinned until it is released.
     fn failed(&self, key: RoomKey, cause: &EngineError);
 }
 

@@ -1,7 +1,10 @@
 //! From logits to a token. The choice depends on the logits, the request and the number of the token, never on
 //! what else is in the batch.
 
-use crate::{EngineError, Sampling};
+use crate::{
+    EngineError, Sampling,
+    math::{argmax, log_softmax_at, softmax},
+};
 
 /// A chosen token.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -17,56 +20,46 @@ pub(crate) struct Choice {
 /// # Errors
 /// [`EngineError::Range`] when a logit is not a number or infinite.
 pub(crate) fn sample(logits: &[f32], sampling: &Sampling, index: u64) -> Result<Choice, EngineError> {
-    let range = EngineError::Range { what: "the logits" };
-    if logits.iter().any(|l| !l.is_finite()) {
-        return Err(range);
-    }
-    let (best, max) = logits
-        .iter()
-        .enumerate()
-        .fold(None, |best: Option<(usize, f32)>, (id, &l)| match best {
-            Some((_, max)) if l <= max => best,
-            _ => Some((id, l)),
+    let chosen = if sampling.temperature > 0.0 { draw(logits, sampling, index) } else { argmax(logits) };
+    chosen
+        .and_then(|id| {
+            let logprob = log_softmax_at(logits, id).filter(|l| l.is_finite())?;
+            Some(Choice { id: u32::try_from(id).ok()?, logprob })
         })
-        .ok_or(range)?;
-    let chosen = if sampling.temperature > 0.0 { draw(logits, max, sampling, index) } else { best };
-    let total: f64 = logits.iter().map(|&l| f64::from(l - max).exp()).sum();
-    let logprob = logits.get(chosen).map_or(f64::NEG_INFINITY, |&l| f64::from(l - max) - total.ln());
-    Ok(Choice { id: u32::try_from(chosen).unwrap_or(u32::MAX), logprob: logprob as f32 })
+        .ok_or(EngineError::Range { what: "the logits" })
 }
 
 /// The first token, most probable first (lowest id among equals), at which the cumulated probability passes a
 /// uniform number.
-fn draw(logits: &[f32], max: f32, sampling: &Sampling, index: u64) -> usize {
-    let temperature = f64::from(sampling.temperature);
-    let mut tokens: Vec<(usize, f64)> = logits
-        .iter()
-        .enumerate()
-        .map(|(id, &l)| (id, (f64::from(l - max) / temperature).exp()))
-        .filter(|(_, weight)| *weight > 0.0)
-        .collect();
-    tokens.sort_by(|a, b| b.1.total_cmp(&a.1).then(a.0.cmp(&b.0)));
-    let total: f64 = tokens.iter().map(|(_, weight)| weight).sum();
+fn draw(logits: &[f32], sampling: &Sampling, index: u64) -> Option<usize> {
+    let mut shares = vec![0.0; logits.len()];
+    if !softmax(logits, sampling.temperature, &mut shares) {
+        return None;
+    }
+    let mut tokens: Vec<(usize, f32)> =
+        shares.into_iter().enumerate().filter(|(_, share)| *share > 0.0).collect();
+    tokens.sort_unstable_by(|a, b| b.1.total_cmp(&a.1).then(a.0.cmp(&b.0)));
+    let total: f64 = tokens.iter().map(|(_, share)| f64::from(*share)).sum();
     // The nucleus: the shortest head of the list that reaches top_p; at least one token.
-    let wanted = f64::from(sampling.top_p).clamp(0.0, 1.0) * total;
+    let wanted = f64::from(sampling.top_p) * total;
     let mut nucleus = 0.0;
     let mut kept = 0;
-    for (_, weight) in &tokens {
+    for (_, share) in &tokens {
         if kept > 0 && nucleus >= wanted {
             break;
         }
-        nucleus += weight;
+        nucleus += f64::from(*share);
         kept += 1;
     }
     tokens.truncate(kept);
     let mut left = uniform(sampling.seed, index) * nucleus;
-    for (id, weight) in &tokens {
-        if left < *weight {
-            return *id;
+    for (id, share) in &tokens {
+        left -= f64::from(*share);
+        if left < 0.0 {
+            return Some(*id);
         }
-        left -= weight;
     }
-    tokens.last().map_or(0, |(id, _)| *id)
+    tokens.last().map(|(id, _)| *id)
 }
 
 /// A uniform number in `0 .. 1`, a pure function of seed and counter: SplitMix64's finaliser over both.
@@ -137,11 +130,12 @@ mod tests {
 
     #[test]
     fn what_is_not_a_number_is_refused() {
-        for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+        for bad in [f32::NAN, f32::INFINITY] {
             let error = sample(&[0.0, bad], &Sampling::GREEDY, 0).unwrap_err();
             assert_eq!(error, EngineError::Range { what: "the logits" });
         }
         assert!(sample(&[], &Sampling::GREEDY, 0).is_err());
+        assert!(sample(&[f32::NEG_INFINITY; 2], &sampling(1.0, 1.0, 0), 0).is_err());
     }
 
     proptest! {

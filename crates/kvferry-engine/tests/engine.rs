@@ -4,6 +4,7 @@
 
 use std::{
     collections::BTreeMap,
+    path::Path,
     sync::{Arc, Mutex, mpsc},
     time::Duration,
 };
@@ -13,6 +14,7 @@ use kvferry_engine::{
     LoadOptions, Model, NoHandOff, Request, Sampling, StopReason, checkpoint, math::Arith,
 };
 use kvferry_plan::{Attempt, Dtype, HeadId, RankId, RoomId, RoomKey, TokenRange};
+use safetensors::SafeTensors;
 
 fn model(attention: Attention, arith: Arith) -> Arc<Model> {
     Model::from_checkpoint(&checkpoint::embedded().unwrap(), LoadOptions { attention, arith }).unwrap()
@@ -387,6 +389,54 @@ fn other_models_other_attention_and_other_arithmetic_are_told_apart() {
     assert_eq!(ours.compare(&theirs).unwrap_err().field, "model");
     assert!(ours.compare(&of(Attention::Mla, Arith::Canonical)).is_err());
     assert_eq!(engine("tp=4,page=3").descriptor().compare(&ours), Ok(()), "layouts may differ");
+}
+
+/// The embedded model with an infinite embedding of token 5.
+fn broken_model(arith: Arith) -> Arc<Model> {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/llama_tiny");
+    let config = std::fs::read(folder.join("config.json")).unwrap();
+    let bytes = std::fs::read(folder.join("model.safetensors")).unwrap();
+    let tensors = SafeTensors::deserialize(&bytes).unwrap();
+    let embedding = tensors.tensor("model.embed_tokens.weight").unwrap();
+    let start = embedding.data().as_ptr().addr() - bytes.as_ptr().addr();
+    let row = 2 * embedding.shape()[1];
+    let mut bytes = bytes.clone();
+    // bf16 infinity.
+    bytes[start + 5 * row..start + 6 * row]
+        .chunks_exact_mut(2)
+        .for_each(|e| e.copy_from_slice(&[0x80, 0x7f]));
+    let checkpoint = checkpoint::Checkpoint::from_safetensors("broken", &config, bytes.into()).unwrap();
+    Model::from_checkpoint(&checkpoint, LoadOptions { attention: Attention::Gqa, arith }).unwrap()
+}
+
+#[test]
+fn a_value_out_of_range_fails_its_request_and_no_other() {
+    for arith in [Arith::Canonical, Arith::Fast] {
+        let (recorder, calls) = Recorder::new();
+        let engine = Engine::start(broken_model(arith), &config("tp=2"), recorder).unwrap();
+        let good = engine.generate(full(3, 30)).unwrap();
+        let bad = engine.generate(Request::greedy(vec![1, 5, 3], 4)).unwrap();
+        assert!(matches!(outcome(bad).1, Event::Failed(EngineError::Range { .. })), "{arith:?}");
+        engine.prefill(key(1), Request::greedy(vec![5], 1)).unwrap().wait().unwrap();
+        let call = calls.recv_timeout(PATIENCE).unwrap();
+        assert!(matches!(call, Call::Failed(of, EngineError::Range { .. }) if of == key(1)), "{call:?}");
+        let (tokens, last) = outcome(good);
+        assert_eq!(tokens.len(), 30);
+        assert!(matches!(last, Event::Done { .. }));
+        engine.release(key(1));
+        all_free(&engine);
+    }
+}
+
+#[test]
+fn a_short_request_does_not_wait_for_a_long_prompt() {
+    let (recorder, calls) = Recorder::new();
+    let slow = EngineConfig { chunk: 1, ..config("tp=1") };
+    let engine = Engine::start(model(Attention::Gqa, Arith::Canonical), &slow, recorder).unwrap();
+    engine.prefill(key(1), full(400, 1)).unwrap().wait().unwrap();
+    assert_eq!(outcome(engine.generate(full(3, 5)).unwrap()).0.len(), 5);
+    let sofar: Vec<Call> = calls.try_iter().collect();
+    assert!(sofar.len() < 400 && sofar.iter().all(|call| matches!(call, Call::Chunk(..))), "{}", sofar.len());
 }
 
 #[test]

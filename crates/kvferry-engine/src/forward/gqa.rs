@@ -4,7 +4,7 @@ use kvferry_plan::{LayerId, Part};
 
 use super::{
     attend::Kv,
-    rank::{Rank, add_bias, by_head, rows_of},
+    rank::{Rank, add_bias, by_head},
 };
 use crate::{
     math::{Partial, scale},
@@ -38,11 +38,7 @@ impl Rank<'_> {
 
         let kv_heads = self.share.kv_heads.clone();
         let columns = kv_heads.start * dim..kv_heads.end * dim;
-        let own = self.own_rows()?;
-        let mut own_x = Vec::with_capacity(own.len() * hidden);
-        for row in &own {
-            own_x.extend_from_slice(rows_of(x, hidden, row.row..row.row + 1)?);
-        }
+        let (own, own_x) = self.own_rows(x)?;
         let project = |matrix: &crate::math::Matrix, bias: Option<&[f32]>| {
             let mut out = vec![0.0; own.len() * columns.len()];
             matrix.apply(&own_x, own.len(), columns.clone(), &mut out);
@@ -55,10 +51,9 @@ impl Rank<'_> {
         for ((row, k), v) in
             own.iter().zip(k.chunks_exact_mut(width.max(1))).zip(v.chunks_exact(width.max(1)))
         {
-            let Some(piece) = self.batch.pieces.get(row.piece) else { continue };
             rope.rotate(k, row.position as usize);
-            self.pool.write((layer, Part::Key), piece.table, row.position, k)?;
-            self.pool.write((layer, Part::Value), piece.table, row.position, v)?;
+            self.pool.write((layer, Part::Key), row.table, row.position, k)?;
+            self.pool.write((layer, Part::Value), row.table, row.position, v)?;
         }
 
         let kv = Kv {

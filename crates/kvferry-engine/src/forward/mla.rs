@@ -5,7 +5,7 @@ use kvferry_plan::{LayerId, Part};
 
 use super::{
     attend::Kv,
-    rank::{Rank, add_bias, by_head, rows_of},
+    rank::{Rank, add_bias, by_head},
 };
 use crate::{
     EngineError,
@@ -44,20 +44,15 @@ impl Rank<'_> {
             if nope == 0 { (q, lora) } else { (self.absorb(weights, &q, (lora, nope, shape.rope))?, 0) };
         let q = self.member.group(q, |parts| parts.concat())?;
 
-        let own = self.own_rows()?;
-        let mut own_x = Vec::with_capacity(own.len() * hidden);
-        for row in &own {
-            own_x.extend_from_slice(rows_of(x, hidden, row.row..row.row + 1)?);
-        }
+        let (own, own_x) = self.own_rows(x)?;
         let mut latent = vec![0.0; own.len() * (lora + shape.rope)];
         weights.kv_a.apply(&own_x, own.len(), 0..lora + shape.rope, &mut latent);
         add_bias(&mut latent, weights.kv_a_bias.as_deref());
         for (row, latent) in own.iter().zip(latent.chunks_exact_mut(lora + shape.rope)) {
-            let Some(piece) = self.batch.pieces.get(row.piece) else { continue };
             if let Some(turned) = latent.get_mut(lora..) {
                 rope.rotate(turned, row.position as usize);
             }
-            self.pool.write((layer, Part::Latent), piece.table, row.position, latent)?;
+            self.pool.write((layer, Part::Latent), row.table, row.position, latent)?;
         }
 
         let kv = Kv {

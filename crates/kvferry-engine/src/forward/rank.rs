@@ -1,8 +1,8 @@
 //! One rank's way through the layers.
 
-use std::{ops::Range, sync::Arc};
+use std::sync::Arc;
 
-use kvferry_plan::LayerId;
+use kvferry_plan::{LayerId, PageTable};
 
 use super::{attend::Scratch, batch::Batch};
 use crate::{
@@ -111,7 +111,7 @@ impl<'a> Rank<'a> {
         let wanted = &self.batch.wanted;
         let mut last = Vec::with_capacity(wanted.len() * config.hidden);
         for row in wanted {
-            last.extend_from_slice(rows_of(x, config.hidden, *row..*row + 1)?);
+            last.extend_from_slice(row_of(x, config.hidden, *row)?);
         }
         let mut normed = vec![0.0; last.len()];
         rms_norm(&last, self.model.final_norm(), config.rms_eps, &mut normed);
@@ -133,34 +133,34 @@ impl<'a> Rank<'a> {
         Ok(if self.member.rank().0 == 0 { Arc::unwrap_or_clone(logits) } else { Vec::new() })
     }
 
-    /// Batch rows whose tokens' cache this rank keeps, with the piece and the position of each.
-    pub(super) fn own_rows(&self) -> Result<Vec<OwnRow>, EngineError> {
+    /// The rows whose tokens' cache this rank keeps, and their part of `x`.
+    pub(super) fn own_rows(&self, x: &[f32]) -> Result<(Vec<OwnRow<'a>>, Vec<f32>), EngineError> {
         let part = self.model.first_part();
-        let mut own = Vec::new();
-        for (piece, span) in self.batch.spans.iter().enumerate() {
-            for row in span.clone() {
-                let position = self.batch.positions.get(row).copied().unwrap_or(0);
+        let hidden = self.model.config().hidden;
+        let (mut own, mut own_x) = (Vec::new(), Vec::new());
+        for (piece, span) in self.batch.pieces.iter().zip(&self.batch.spans) {
+            for (row, position) in span.clone().zip(piece.start..) {
                 if self.pool.owns(part, position)? {
-                    own.push(OwnRow { row, piece, position });
+                    own.push(OwnRow { table: piece.table, position });
+                    own_x.extend_from_slice(row_of(x, hidden, row)?);
                 }
             }
         }
-        Ok(own)
+        Ok((own, own_x))
     }
 }
 
 /// A row whose cache this rank keeps.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct OwnRow {
-    pub(super) row: usize,
-    pub(super) piece: usize,
+pub(super) struct OwnRow<'a> {
+    pub(super) table: &'a PageTable,
     pub(super) position: u64,
 }
 
-/// `rows` of a matrix of `width` columns.
-pub(super) fn rows_of(x: &[f32], width: usize, rows: Range<usize>) -> Result<&[f32], EngineError> {
-    x.get(rows.start * width..rows.end * width)
-        .ok_or_else(|| EngineError::Pool(format!("rows {rows:?} of a batch of {}", x.len() / width.max(1))))
+/// Row `row` of a matrix of `width` columns.
+fn row_of(x: &[f32], width: usize, row: usize) -> Result<&[f32], EngineError> {
+    x.get(row * width..(row + 1) * width)
+        .ok_or_else(|| EngineError::Pool(format!("row {row} of a batch of {}", x.len() / width.max(1))))
 }
 
 /// Adds a bias to every row.
