@@ -1,0 +1,40 @@
+//! The arguments. Doc comments here are help texts.
+
+use std::path::PathBuf;
+
+use clap::Args;
+
+#[derive(Args, Clone, Debug)]
+pub(crate) struct PlanArgs {
+    /// A request as JSON, `-` for standard input; docs/plan.md has the schema. Or say it with the options below
+    #[arg(value_name = "FILE", conflicts_with_all = ["prefill", "decode", "model_shape", "tokens", "page", "scattered"])]
+    pub(crate) request: Option<PathBuf>,
+    /// Layout of the prefill instance: keys tp, dcp, interleave, pp, layers, cp, shard, ep, page, kv
+    #[arg(long, value_name = "SPEC", default_value = "tp=1", help_heading = "Request")]
+    pub(crate) prefill: String,
+    /// Layout of the decode instance
+    #[arg(long, value_name = "SPEC", default_value = "tp=1", help_heading = "Request")]
+    pub(crate) decode: String,
+    /// What the model caches, such as mla:61x576xbf16, gqa:30x3x64xf32, or mla:7x576xbf16@3/7/11/15/19/23/26+kda:20x32x128
+    #[arg(long, value_name = "SHAPE", required_unless_present = "request", help_heading = "Request")]
+    pub(crate) model_shape: Option<String>,
+    /// How many tokens, or which: 32768, or 100..32768 when decode holds the first hundred already
+    #[arg(long, value_name = "TOKENS", default_value = "1024", help_heading = "Request")]
+    pub(crate) tokens: String,
+    /// Rows of one page, on the sides whose layout does not say `page`
+    #[arg(long, value_name = "ROWS", default_value_t = 16, value_parser = clap::value_parser!(u32).range(1..=65_536),
+          help_heading = "Request")]
+    pub(crate) page: u32,
+    /// Page ids in no order, as in a pool that has been in use for a while, instead of 0, 1, 2, ...
+    #[arg(long, help_heading = "Request")]
+    pub(crate) scattered: bool,
+    /// Print one JSON object, with all runs
+    #[arg(long)]
+    pub(crate) json: bool,
+    /// Print every row that moves: layer, source rank and row, target rank and row (small requests)
+    #[arg(long)]
+    pub(crate) rows: bool,
+    /// Draw who holds and who moves what
+    #[arg(long, value_name = "FILE")]
+    pub(crate) svg: Option<PathBuf>,
+}

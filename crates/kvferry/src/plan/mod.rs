@@ -1,0 +1,71 @@
+//! `kvferry plan`: whether two layouts can be served together, what crosses, and why not.
+//!
+//! Answers from the planner alone: no model, no memory, no peer. What the engine cannot run yet is planned too.
+
+mod answer;
+mod args;
+mod json;
+mod request;
+mod shape;
+mod svg;
+mod text;
+
+use std::process::ExitCode;
+
+use kvferry_plan::Blame;
+
+use crate::failure::Failure;
+use crate::terminal;
+use answer::Answer;
+pub(crate) use args::PlanArgs;
+use request::Request;
+
+/// Rows that `--rows` prints at most.
+const MAX_ROWS: u64 = 100_000;
+
+/// What the command has to say.
+struct Said {
+    text: String,
+    supported: bool,
+}
+
+/// Answers on standard output. Exit status 0: supported; 1: not; 2 (by the failure): the request makes no sense.
+pub(crate) fn run(args: &PlanArgs) -> Result<ExitCode, Failure> {
+    let said = answer(args)?;
+    terminal::piece(said.text);
+    Ok(ExitCode::from(u8::from(!said.supported)))
+}
+
+fn answer(args: &PlanArgs) -> Result<Said, Failure> {
+    let request = Request::read(args)?;
+    let answer = match Answer::to(&request) {
+        Ok(answer) => answer,
+        Err(refusal) if refusal.blame() == Blame::Caller => return Err(Failure::caller(refusal)),
+        Err(refusal) => {
+            let text = match args.json {
+                true => json::refusal(&request, &refusal)?,
+                false => text::refusal(&request, &refusal),
+            };
+            return Ok(Said { text, supported: false });
+        }
+    };
+    if args.rows && answer.rows() > MAX_ROWS {
+        return Err(Failure::caller(format_args!(
+            "--rows would print {} rows; {MAX_ROWS} are the most: plan fewer tokens or layers",
+            answer.rows()
+        )));
+    }
+    if let Some(file) = &args.svg {
+        let drawing = svg::draw(&request, &answer)?;
+        std::fs::write(file, drawing)
+            .map_err(|e| Failure::new(Blame::Environment, format_args!("cannot write {}: {e}", file.display())))?;
+    }
+    let text = match args.json {
+        true => json::answer(&request, &answer, args.rows)?,
+        false => text::answer(&request, &answer, args.rows),
+    };
+    Ok(Said { text, supported: true })
+}
+
+#[cfg(test)]
+mod tests;

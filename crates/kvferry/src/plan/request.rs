@@ -1,0 +1,213 @@
+//! What is asked, from options or JSON, down to placements and page tables.
+
+use std::{fs, io::Read, path::Path};
+
+use kvferry_plan::{
+    Blame, CacheShape, Dtype, LayoutSpec, PageId, PageTable, Placement, SlotId, Token, TokenRange,
+};
+use serde::Deserialize;
+
+use super::{PlanArgs, shape};
+use crate::failure::Failure;
+
+/// Larger requests are typing errors.
+const MAX_TOKENS: u64 = 1 << 27;
+/// Bytes of a request file.
+const MAX_FILE: u64 = 64 << 20;
+
+/// A question that can be put to the planner.
+pub(super) struct Request {
+    pub(super) shape: CacheShape,
+    /// How the shape was written.
+    pub(super) model: String,
+    pub(super) prefill: Side,
+    pub(super) decode: Side,
+    pub(super) tokens: TokenRange,
+}
+
+/// One side of the question. Its layout may be one that this shape cannot have.
+pub(super) struct Side {
+    /// How the layout was written.
+    pub(super) label: String,
+    pub(super) placement: Result<Placement, String>,
+    pub(super) pages: Pages,
+    pub(super) slot: SlotId,
+}
+
+/// Which pages the request owns on a side.
+#[derive(Clone)]
+pub(super) enum Pages {
+    Consecutive,
+    Scattered,
+    Given(PageTable),
+}
+
+/// The JSON form. docs/plan.md describes it.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Document {
+    model_shape: ShapeOrText,
+    #[serde(default)]
+    kv: Option<Dtype>,
+    prefill: LayoutOrText,
+    decode: LayoutOrText,
+    tokens: Tokens,
+    #[serde(default = "default_page")]
+    page: u32,
+    #[serde(default)]
+    scattered: bool,
+    #[serde(default)]
+    prefill_pages: Option<Vec<PageId>>,
+    #[serde(default)]
+    decode_pages: Option<Vec<PageId>>,
+    #[serde(default)]
+    prefill_slot: SlotId,
+    #[serde(default)]
+    decode_slot: SlotId,
+}
+
+#[derive(Deserialize)]
+#[serde(untagged)]
+enum ShapeOrText {
+    Text(String),
+    Shape(CacheShape),
+}
+
+#[derive(Deserialize)]
+#[serde(untagged)]
+enum LayoutOrText {
+    Text(String),
+    Placement(Placement),
+}
+
+#[derive(Deserialize)]
+#[serde(untagged)]
+enum Tokens {
+    Count(u64),
+    Range { start: u64, end: u64 },
+}
+
+fn default_page() -> u32 {
+    16
+}
+
+impl Request {
+    pub(super) fn read(args: &PlanArgs) -> Result<Self, Failure> {
+        match &args.request {
+            Some(file) => {
+                let text = read(file)?;
+                let document = serde_json::from_str(&text).map_err(|e| {
+                    Failure::caller(format_args!("{}: {e}; docs/plan.md has the schema", file.display()))
+                })?;
+                Self::from_document(document)
+            }
+            None => Self::from_document(Document {
+                model_shape: ShapeOrText::Text(args.model_shape.clone().unwrap_or_default()),
+                kv: None,
+                prefill: LayoutOrText::Text(args.prefill.clone()),
+                decode: LayoutOrText::Text(args.decode.clone()),
+                tokens: tokens(&args.tokens).ok_or_else(|| {
+                    Failure::caller(format_args!("--tokens {}: write 32768 or 100..32768", args.tokens))
+                })?,
+                page: args.page,
+                scattered: args.scattered,
+                prefill_pages: None,
+                decode_pages: None,
+                prefill_slot: SlotId(0),
+                decode_slot: SlotId(0),
+            }),
+        }
+    }
+
+    fn from_document(document: Document) -> Result<Self, Failure> {
+        let (shape, kv, model) = match document.model_shape {
+            ShapeOrText::Text(text) => {
+                let (shape, kv) = shape::parse(&text)
+                    .map_err(|e| Failure::caller(format_args!("model shape {e}")))?;
+                (shape, kv, text)
+            }
+            ShapeOrText::Shape(shape) => {
+                shape.check().map_err(|e| Failure::caller(format_args!("model shape: {e}")))?;
+                (shape, Dtype::Bf16, "as given".into())
+            }
+        };
+        let kv = document.kv.unwrap_or(kv);
+        let tokens = match document.tokens {
+            Tokens::Count(count) => TokenRange::new(0, count),
+            Tokens::Range { start, end } => TokenRange::new(start, end),
+        };
+        if tokens.is_empty() || tokens.end > Token(MAX_TOKENS) {
+            return Err(Failure::caller(format_args!("tokens {tokens}: 1 to {MAX_TOKENS} tokens are possible")));
+        }
+        let side = |name, layout, pages: Option<Vec<PageId>>, slot| {
+            let pages = match pages {
+                Some(pages) => Pages::Given(PageTable(pages)),
+                None if document.scattered => Pages::Scattered,
+                None => Pages::Consecutive,
+            };
+            let (placement, label) = match layout {
+                LayoutOrText::Text(text) => layout_of(&text, document.page, &shape, kv)
+                    .map_err(|e| Failure::caller(format_args!("{name}: {e}")))?,
+                LayoutOrText::Placement(placement) => (Ok(placement), "as given".into()),
+            };
+            Ok::<_, Failure>(Side { label, placement, pages, slot })
+        };
+        let prefill = side("prefill", document.prefill, document.prefill_pages, document.prefill_slot)?;
+        let decode = side("decode", document.decode, document.decode_pages, document.decode_slot)?;
+        Ok(Self { shape, model, prefill, decode, tokens })
+    }
+}
+
+/// The placement that a specification means for a shape, or why the shape cannot have it; and the specification in full.
+fn layout_of(
+    text: &str,
+    page: u32,
+    shape: &CacheShape,
+    kv: Dtype,
+) -> Result<(Result<Placement, String>, String), kvferry_plan::SpecError> {
+    let says_page = text.split(',').any(|item| item.trim().starts_with("page="));
+    let spec: LayoutSpec = if says_page { text.parse()? } else { format!("{text},page={page}").parse()? };
+    Ok((spec.placement(shape, kv).map_err(|e| e.to_string()), spec.to_string()))
+}
+
+fn tokens(text: &str) -> Option<Tokens> {
+    match text.split_once("..") {
+        Some((start, end)) => Some(Tokens::Range { start: start.parse().ok()?, end: end.parse().ok()? }),
+        None => text.parse().ok().map(Tokens::Count),
+    }
+}
+
+fn read(file: &Path) -> Result<String, Failure> {
+    let fail = |e: std::io::Error| Failure::caller(format_args!("cannot read {}: {e}", file.display()));
+    let mut text = String::new();
+    let read = match file == Path::new("-") {
+        true => std::io::stdin().take(MAX_FILE).read_to_string(&mut text),
+        false => fs::File::open(file).and_then(|f| f.take(MAX_FILE).read_to_string(&mut text)),
+    };
+    read.map_err(fail)?;
+    if text.len() as u64 == MAX_FILE {
+        return Err(Failure::new(Blame::Caller, format_args!("{} is longer than 64 MiB", file.display())));
+    }
+    Ok(text)
+}
+
+impl Pages {
+    /// The table that `tokens` need under `placement`.
+    pub(super) fn table(&self, placement: &Placement, tokens: TokenRange) -> PageTable {
+        let pages = |layout: &kvferry_plan::PartLayout| {
+            let owned = (0..layout.tokens.classes()).map(|class| layout.tokens.owned(tokens.end, class));
+            owned.max().unwrap_or(0).div_ceil(u64::from(layout.page_size.max(1)))
+        };
+        let pages = placement.parts.iter().map(pages).max().unwrap_or(0);
+        let pages = u32::try_from(pages).unwrap_or(u32::MAX);
+        match self {
+            Self::Given(table) => table.clone(),
+            Self::Consecutive => PageTable::identity(pages),
+            // An odd multiplier permutes a power of two: ids in no order, none twice.
+            Self::Scattered => {
+                let space = pages.saturating_mul(2).checked_next_power_of_two().unwrap_or(1 << 31);
+                PageTable((0..pages).map(|i| PageId(i.wrapping_mul(0x9E37_79B1) % space)).collect())
+            }
+        }
+    }
+}

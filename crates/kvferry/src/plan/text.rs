@@ -1,0 +1,96 @@
+//! The answer for people.
+
+use std::fmt::Write;
+
+use comfy_table::{CellAlignment, ContentLineStyle, LineStyle, Table, TableStyle};
+use kvferry_plan::{Run, Unsupported};
+
+use super::answer::{Answer, Cost};
+use super::request::Request;
+use crate::terminal::{Look, styled};
+
+const STYLE: TableStyle = TableStyle::new()
+    .top_border(LineStyle::new('╭', '─', '┬', '╮'))
+    .header_lines(ContentLineStyle::new('│', '│', '│'))
+    .header_separator(LineStyle::new('├', '─', '┼', '┤'))
+    .content_lines(ContentLineStyle::new('│', '│', '│'))
+    .bottom_border(LineStyle::new('╰', '─', '┴', '╯'));
+/// Pairs that are listed; JSON has all.
+const MAX_PAIRS: usize = 64;
+
+pub(super) fn refusal(request: &Request, refusal: &Unsupported) -> String {
+    let mut text = question(request, &styled(Look::Bad, "unsupported"));
+    let _ = writeln!(text, "{}: {}", refusal.axis, refusal.reason);
+    text
+}
+
+pub(super) fn answer(request: &Request, answer: &Answer, rows: bool) -> String {
+    let mut text = question(request, &styled(Look::Good, "supported"));
+    let mut table = Table::new();
+    table.load_style(STYLE);
+    table.set_header(["prefill rank", "decode rank", "bytes", "runs", "strided copies", "flat descriptors"]);
+    for m in answer.moves.iter().take(MAX_PAIRS) {
+        table.add_row(line(m.src.to_string(), m.dst.to_string(), m.cost));
+    }
+    if let Some(more) = answer.moves.len().checked_sub(MAX_PAIRS).filter(|more| *more > 0) {
+        table.add_row([format!("{more} pairs more"), "(--json)".into()]);
+    }
+    table.add_row(line("all".into(), "all".into(), answer.total()));
+    for column in table.column_iter_mut() {
+        column.set_cell_alignment(CellAlignment::Right);
+    }
+    let _ = writeln!(text, "{table}");
+    if rows {
+        text += &all_rows(answer);
+    }
+    text
+}
+
+/// What was asked, and the verdict.
+fn question(request: &Request, verdict: &str) -> String {
+    let Request { model, prefill, decode, tokens, .. } = request;
+    format!(
+        "{verdict}: {} → {}, {} tokens ({tokens}) of {model}\n",
+        prefill.label,
+        decode.label,
+        number(tokens.len())
+    )
+}
+
+fn line(src: String, dst: String, cost: Cost) -> [String; 6] {
+    [src, dst, number(cost.bytes), number(cost.runs), number(cost.copies), number(cost.flat)]
+}
+
+fn all_rows(answer: &Answer) -> String {
+    let mut table = Table::new();
+    table.load_style(STYLE);
+    table.set_header(["layer", "part", "prefill rank", "prefill row", "decode rank", "decode row", "token"]);
+    for m in &answer.moves {
+        for unit in m.plans.iter().flat_map(kvferry_plan::Plan::units) {
+            for (token, src, dst) in unit.runs.iter().flat_map(Run::expand) {
+                // State has no tokens.
+                let token = if unit.part.is_state() { "-".into() } else { token.to_string() };
+                table.add_row([
+                    unit.layer.to_string(),
+                    unit.part.to_string(),
+                    m.src.to_string(),
+                    src.to_string(),
+                    m.dst.to_string(),
+                    dst.to_string(),
+                    token,
+                ]);
+            }
+        }
+    }
+    format!("{table}\n")
+}
+
+/// `1,234,567`.
+pub(super) fn number(n: u64) -> String {
+    let digits = n.to_string();
+    let head = digits.len() % 3;
+    let (head, rest) = digits.split_at(head);
+    let groups = (0..rest.len()).step_by(3).map(|i| &rest[i..i + 3]);
+    let all: Vec<&str> = Some(head).filter(|h| !h.is_empty()).into_iter().chain(groups).collect();
+    all.join(",")
+}
