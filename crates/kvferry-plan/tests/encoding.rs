@@ -85,7 +85,7 @@ fn a_kind_that_this_version_does_not_know_is_an_error() {
     assert!(decode::<Part>(&to_vec(99_u32).unwrap()).is_err());
     assert!(decode::<Dtype>(&to_vec(99_u32).unwrap()).is_err());
     assert_eq!(Part::from_code(99), None);
-    for part in [Part::Latent, Part::Key, Part::Value] {
+    for part in Part::ALL {
         assert_eq!(Part::from_code(part.code()), Some(part));
         assert_eq!(to_vec(part).unwrap(), [part.code()], "the code is the wire form");
     }
@@ -114,7 +114,7 @@ fn part_layout() -> impl Strategy<Value = PartLayout> {
         any::<(u32, u32)>().prop_map(|(ranks, interleave)| TokenMap::Interleaved { ranks, interleave }),
         any::<u32>().prop_map(|ranks| TokenMap::PageSharded { ranks }),
     ];
-    let part = prop::sample::select(vec![Part::Latent, Part::Key, Part::Value]);
+    let part = prop::sample::select(Part::ALL.to_vec());
     let dtype = prop::sample::select(vec![Dtype::F32, Dtype::Bf16, Dtype::Fp8E4m3]);
     (part, map, any::<u32>(), dtype).prop_map(|(part, tokens, page_size, dtype)| PartLayout {
         part,
@@ -128,11 +128,16 @@ fn layers() -> impl Strategy<Value = Vec<LayerId>> {
     prop::collection::vec(any::<u32>().prop_map(LayerId), 0..9)
 }
 
+fn state() -> impl Strategy<Value = Option<StateShape>> {
+    let state = (any::<u32>(), prop::collection::vec(any::<u32>(), 0..4));
+    prop::option::of(state.prop_map(|(window, groups)| StateShape { window, groups }))
+}
+
 prop_compose! {
     fn any_descriptor()(
         protocol in any::<u32>(),
         model in ".{0,20}",
-        shapes in prop::collection::vec((layers(), any::<u32>(), any::<u32>()), 0..3),
+        shapes in prop::collection::vec((layers(), any::<u32>(), any::<u32>(), state()), 0..3),
         stages in prop::collection::vec(layers(), 0..4),
         (cp, tp) in any::<(u32, u32)>(),
         parts in prop::collection::vec(part_layout(), 0..3),
@@ -140,7 +145,7 @@ prop_compose! {
         let parts_of = shapes.into_iter().zip([Part::Latent, Part::Key, Part::Value]);
         let shape = CacheShape {
             parts: parts_of
-                .map(|((layers, heads, head_elems), part)| PartShape { part, layers, heads, head_elems, state: None })
+                .map(|((layers, heads, head_elems, state), part)| PartShape { part, layers, heads, head_elems, state })
                 .collect(),
         };
         Descriptor { protocol, model, shape, placement: Placement { stages, cp, tp, parts } }
@@ -167,6 +172,16 @@ proptest! {
     }
 
     #[test]
+    fn covers_survive_the_wire(parts in prop::collection::vec((0..8_u8, any::<[u64; 4]>()), 0..4)) {
+        let covered = |(code, n): (u8, [u64; 4])| Covered {
+            parts: vec![Part::from_code(code).unwrap()],
+            runs: vec![TokenRange::new(n[0], n[1]), TokenRange::new(n[2], n[3])],
+        };
+        let cover = Cover(parts.into_iter().map(covered).collect());
+        prop_assert_eq!(&decode::<Cover>(&to_vec(&cover).unwrap()).unwrap(), &cover);
+    }
+
+    #[test]
     fn flipped_bytes_never_panic(flips in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 1..6)) {
         let mut bytes = to_vec(descriptor()).unwrap();
         for (at, byte) in &flips {
@@ -186,5 +201,6 @@ proptest! {
         let _ = decode::<PageTable>(&bytes);
         let _ = decode::<RoomKey>(&bytes);
         let _ = decode::<PartDigest>(&bytes);
+        let _ = decode::<Cover>(&bytes);
     }
 }

@@ -35,11 +35,18 @@ fn placements(
         if shard && dcp == 1 && ranks > 1 && (cp > 1 || shape.part(Part::Latent).is_some()) {
             maps.push(TokenMap::PageSharded { ranks });
         }
-        all.extend(maps.into_iter().map(|map| Placement {
-            stages: stages(split),
-            cp,
-            tp,
-            parts: shape.parts.iter().map(|p| layout(p.part, map, page)).collect(),
+        all.extend(maps.into_iter().map(|map| {
+            Placement {
+                stages: stages(split),
+                cp,
+                tp,
+                parts: (shape.parts.iter())
+                    .map(|p| match &p.state {
+                        Some(state) => layout(p.part, TokenMap::Dense, state.window),
+                        None => layout(p.part, map, page),
+                    })
+                    .collect(),
+            }
         }));
     }
     all
@@ -94,6 +101,9 @@ fn all_axes_at_once() {
                     if (i + j + k) % 3 == 0 {
                         case.check_bytes();
                     }
+                    if (i + j + k) % 3 == 1 {
+                        case.check_covers();
+                    }
                     checked += 1;
                 }
             }
@@ -138,6 +148,30 @@ fn every_range_of_every_pair_of_token_maps() {
                 chunks: vec![TokenRange::new(start, end)],
             };
             case.check_rows();
+            if (start + end) % 4 == 0 {
+                case.check_covers();
+            }
+        }
+    }
+}
+
+/// Per-request state: any two TP sizes over channel groups that nothing divides, whole state, two pipeline splits, CP.
+#[test]
+fn state_splits() {
+    const LAYERS: [&[&[u32]]; 2] = [&[&[0, 1, 2]], &[&[1], &[0, 2]]];
+    for groups in [vec![1], vec![3, 3, 3], vec![4, 2], vec![2, 5, 1], vec![]] {
+        let layers: Vec<LayerId> = (0..3).map(LayerId).collect();
+        let mut state = PartShape::state(Part::Conv, layers.clone(), 2, groups.clone(), 2);
+        state.heads = state.heads.max(3 * u32::from(groups.is_empty()));
+        let mut shape = CacheShape::mla(3, 2);
+        shape.parts.push(state);
+        let all = |cps: &[u32]| {
+            let tps = [(1, 1), (2, 1), (2, 2), (3, 1), (4, 1), (4, 2), (5, 1), (8, 1)];
+            placements(&shape, &LAYERS, cps, &tps, &[1], &[2], false)
+        };
+        let targets = all(&[1]);
+        for (src, dst) in all(&[1, 2]).iter().flat_map(|src| targets.iter().map(move |dst| (src, dst))) {
+            cases(&shape, src, dst, 5)[0].check_bytes();
         }
     }
 }

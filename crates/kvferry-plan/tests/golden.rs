@@ -73,6 +73,23 @@ impl DcpCase {
     }
 }
 
+/// The recorded runs of consecutive rows are what our rows coalesce to; where many, only their digest is recorded, and
+/// for long drafts nothing.
+fn assert_groups(expected: &Value, key: &str, rows: (&[u64], &[u64]), note: &str) {
+    let ours = groups_of(rows);
+    if let Some(digest) = expected[format!("{key}_sha256")].as_str() {
+        assert_eq!(digest, sha256(&ours.concat()), "{note}: {key}");
+    }
+    if let Some(groups) = expected[key].as_array() {
+        assert_eq!(groups.iter().map(numbers).collect::<Vec<_>>(), ours, "{note}: {key}");
+    }
+}
+
+fn groups_of((src, dst): (&[u64], &[u64])) -> Vec<Vec<u64>> {
+    let pairs = src.iter().zip(dst).map(|(src, dst)| RowRun { src: Row(*src), dst: Row(*dst), rows: 1 });
+    coalesce(pairs).map(|run| vec![run.src.0, run.dst.0, run.rows]).collect()
+}
+
 fn sha256(rows: &[u64]) -> String {
     let mut hash = Sha256::new();
     rows.iter().for_each(|row| hash.update((*row as i64).to_le_bytes()));
@@ -109,11 +126,13 @@ fn dcp_rows_are_the_recorded_rows() {
         assert_eq!(expected["n_target"].as_u64(), Some(src.len() as u64), "{note}");
         assert_rows(expected, "target_src", &src, note);
         assert_rows(expected, "target_dst", &dst, note);
+        assert_groups(expected, "target_groups", (&src, &dst), note);
         // Draft rows: every rank holds every token, on pages of a virtual page's tokens.
         let (src, dst) = case.rows(TokenMap::Dense, case.page * case.ranks).unwrap();
         assert_eq!(expected["n_draft"].as_u64(), Some(src.len() as u64), "{note}");
         assert_rows(expected, "draft_src", &src, note);
         assert_rows(expected, "draft_dst", &dst, note);
+        assert_groups(expected, "draft_groups", (&src, &dst), note);
         compared += 1;
     }
     assert_eq!((compared, refused), (320, 1));

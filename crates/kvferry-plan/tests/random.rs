@@ -29,6 +29,29 @@ fn token_map(tp: u32, cp: u32, latent: bool) -> BoxedStrategy<TokenMap> {
     prop::strategy::Union::new(maps).boxed()
 }
 
+/// State whose groups need not be divisible by anything, or that is not split at all.
+fn state_parts(layers: u32) -> impl Strategy<Value = Vec<PartShape>> {
+    let ids = move || (0..layers).map(LayerId).collect::<Vec<_>>();
+    let conv = (1..4_u32, prop::collection::vec(1..6_u32, 1..4), 1..4_u32)
+        .prop_map(move |(window, groups, elems)| PartShape::state(Part::Conv, ids(), window, groups, elems));
+    let recurrent = (1..9_u32, any::<bool>()).prop_map(move |(heads, split)| {
+        let mut part = PartShape::state(Part::Recurrent, ids(), 1, [heads].into(), 4);
+        if !split {
+            part.state = Some(StateShape { window: 1, groups: Vec::new() });
+        }
+        part
+    });
+    (conv, recurrent).prop_map(|(conv, recurrent)| vec![conv, recurrent])
+}
+
+/// Draft rows beside the model's own, in its last layer.
+fn draft_part(shape: &CacheShape) -> PartShape {
+    let mut part = shape.parts[0].clone();
+    part.part = if part.part == Part::Latent { Part::DraftLatent } else { Part::DraftKey };
+    part.layers.drain(..part.layers.len() - 1);
+    part
+}
+
 /// A placement whose parts may differ in token map and page size, as draft rows do.
 fn placement(shape: CacheShape, cps: std::ops::Range<u32>) -> impl Strategy<Value = Placement> {
     let layers = shape.parts[0].layers.len();
@@ -39,12 +62,19 @@ fn placement(shape: CacheShape, cps: std::ops::Range<u32>) -> impl Strategy<Valu
         let parts: Vec<_> = (shape.parts.iter())
             .map(|p| {
                 let part = p.part;
-                (token_map(tp, cp, latent), 1..70_u32).prop_map(move |(tokens, page_size)| PartLayout {
-                    part,
-                    tokens,
-                    page_size,
-                    dtype: Dtype::Bf16,
-                })
+                if let Some(state) = &p.state {
+                    let page_size = state.window;
+                    return Just(PartLayout { part, tokens: TokenMap::Dense, page_size, dtype: Dtype::Bf16 })
+                        .boxed();
+                }
+                (token_map(tp, cp, latent), 1..70_u32)
+                    .prop_map(move |(tokens, page_size)| PartLayout {
+                        part,
+                        tokens,
+                        page_size,
+                        dtype: Dtype::Bf16,
+                    })
+                    .boxed()
             })
             .collect();
         parts.prop_map(move |parts| Placement { stages: stages.clone(), cp, tp, parts })
@@ -56,6 +86,17 @@ fn case(longest: u64) -> impl Strategy<Value = Case> {
         (1..4_u32, 1..7_u32).prop_map(|(layers, heads)| CacheShape::gqa(layers, heads, 2)),
         (1..4_u32).prop_map(|layers| CacheShape::mla(layers, 3)),
     ];
+    let shapes = shapes.prop_flat_map(|shape| {
+        let state = state_parts(shape.parts[0].layers.len() as u32);
+        let extras = (any::<bool>(), prop::option::of(state));
+        (Just(shape), extras).prop_map(|(mut shape, (draft, state))| {
+            if draft {
+                shape.parts.push(draft_part(&shape));
+            }
+            shape.parts.extend(state.into_iter().flatten());
+            shape
+        })
+    });
     shapes.prop_flat_map(move |shape| {
         let sides = (placement(shape.clone(), 1..4), placement(shape.clone(), 1..2));
         let cuts = prop::collection::btree_set(0..longest, 2..5);
@@ -76,10 +117,12 @@ proptest! {
     fn small_cases_byte_by_byte(case in case(60)) {
         case.check_rows();
         case.check_bytes();
+        case.check_covers();
     }
 
     #[test]
     fn large_cases_row_by_row(case in case(3_000)) {
         case.check_rows();
+        case.check_covers();
     }
 }

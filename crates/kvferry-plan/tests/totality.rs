@@ -46,7 +46,7 @@ fn extreme_placement(shape: &CacheShape) -> BoxedStrategy<Placement> {
         };
         let groups = if kind == 1 { 1 } else { groups.clamp(1, 4096 / ranks) };
         placement.tp = ranks * groups;
-        placement.parts.iter_mut().for_each(|part| part.tokens = tokens);
+        placement.parts.iter_mut().filter(|p| !p.part.is_state()).for_each(|part| part.tokens = tokens);
         placement
     });
     placement.boxed()
@@ -73,15 +73,23 @@ fn wild_placement(shape: &CacheShape) -> BoxedStrategy<Placement> {
 }
 
 fn wild_shape() -> impl Strategy<Value = CacheShape> {
-    let part = prop::sample::select(vec![Part::Latent, Part::Key, Part::Value]);
+    let part = prop::sample::select(Part::ALL.to_vec());
     let layers = prop::collection::vec(small(u32::MAX).prop_map(LayerId), 0..4);
-    let parts =
-        (part, layers, small(u32::MAX), small(u32::MAX)).prop_map(|(part, layers, heads, head_elems)| {
-            PartShape { part, layers, heads, head_elems, state: None }
-        });
+    let state = (small(u32::MAX), prop::collection::vec(small(u32::MAX), 0..4))
+        .prop_map(|(window, groups)| StateShape { window, groups });
+    let parts = (part, layers, small(u32::MAX), small(u32::MAX), prop::option::of(state)).prop_map(
+        |(part, layers, heads, head_elems, state)| PartShape { part, layers, heads, head_elems, state },
+    );
+    let hybrid = (1..3_u32, 1..9_u32, 1..200_u32).prop_map(|(window, heads, elems)| {
+        let mut shape = CacheShape::mla(3, 576);
+        let layers: Vec<_> = (0..3).map(LayerId).collect();
+        shape.parts.extend(CacheShape::kda(layers, heads, elems, window + 1));
+        shape
+    });
     prop_oneof![
         3 => Just(CacheShape::mla(3, 576)),
         3 => (1..9_u32).prop_map(|heads| CacheShape::gqa(3, heads, 128)),
+        2 => hybrid,
         1 => Just(CacheShape::gqa(1, 1 << 20, 1 << 8)),
         1 => prop::collection::vec(parts, 0..4).prop_map(|parts| CacheShape { parts }),
     ]
@@ -124,7 +132,12 @@ fn interrogate(
         let _ = (side.coords(RankId(n as u32)), side.ranks());
         for part in &shape.parts {
             for rank in [rank(n, side), RankId(m as u32)] {
-                let _ = (side.heads(part, rank), side.layers(part, rank), side.row_bytes(part, rank));
+                let _ = (
+                    side.shares(part, rank).count(),
+                    side.heads(part, rank),
+                    side.layers(part, rank),
+                    side.row_bytes(part, rank),
+                );
                 let replica = side.replica(part, rank);
                 assert!(replica.index < replica.count, "{replica:?} {side:?}");
             }
@@ -148,7 +161,20 @@ fn interrogate(
     for (src, dst) in [(rank(n, sides[0]), rank(n, sides[1])), (rank(m, sides[0]), RankId(m as u32))] {
         let (src, dst) = (End { rank: src, table: tables[0] }, End { rank: dst, table: tables[1] });
         let _ = (pair.target_bytes(dst.rank, tokens), pair.granted_bytes(dst, tokens));
+        let slot = |rank| Slot { rank, slot: SlotId(n as u32) };
+        let state = pair.state(slot(src.rank), slot(dst.rank)).unwrap_or_default();
+        assert_eq!(state.bytes().0, state.units().map(|u| u.bytes().0).fold(0, u64::saturating_add));
+        let wild =
+            Cover(vec![Covered { parts: Part::ALL.to_vec(), runs: vec![tokens, TokenRange::new(n, m)] }]);
+        let mut assembly = Assembly::new(&pair, tokens);
+        for cover in [pair.cover(src, tokens).unwrap_or_default(), wild] {
+            let _ = pair.landing(src.rank, &cover, dst, tokens);
+            let _ = (assembly.accept(&pair, src.rank, tokens, &cover), assembly.gap(&pair));
+        }
         let Ok(plan) = pair.plan(src, dst, tokens) else { continue };
+        if let [Ok(from), Ok(to)] = &pools[..] {
+            assert!(plan.flat(from, to).take(100).all(|f| f.len.0 > 0));
+        }
         let sum = plan.units().map(|u| u.bytes().0).fold(0, u64::saturating_add);
         assert_eq!(plan.bytes().0, sum);
         for unit in plan.units().take(100) {

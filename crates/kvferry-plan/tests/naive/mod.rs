@@ -19,13 +19,19 @@ pub(crate) struct Case {
     pub(crate) chunks: Vec<TokenRange>,
 }
 
+/// The slots of a request's state on the two sides, of pools with [`SLOTS`].
+const SRC_SLOT: SlotId = SlotId(1);
+const DST_SLOT: SlotId = SlotId(2);
+const SLOTS: u32 = 3;
+
 /// A table with as many pages as `end` tokens need under `placement`, of ids in no order and with gaps.
 pub(crate) fn table(placement: &Placement, end: u64, seed: u64) -> PageTable {
     let pages = |p: &PartLayout| {
         let owned = (0..p.tokens.classes()).map(|class| p.tokens.owned(Token(end), class));
         owned.max().unwrap_or(0).div_ceil(u64::from(p.page_size))
     };
-    let pages = placement.parts.iter().map(pages).max().unwrap_or(0) as usize;
+    let rows = placement.parts.iter().filter(|p| !p.part.is_state());
+    let pages = rows.map(pages).max().unwrap_or(0) as usize;
     let mut ids: Vec<PageId> = (0..2 * pages as u32 + 1).map(PageId).collect();
     let mut state = seed;
     for i in (1..ids.len()).rev() {
@@ -56,6 +62,26 @@ pub(crate) fn row(
     }
 }
 
+/// The heads of a part that a rank holds, in the order of its rows: asked head by head.
+fn held_heads(placement: &Placement, part: &PartShape, rank: RankId) -> Vec<u32> {
+    let Some(state) = &part.state else { return placement.heads(part, rank).collect() };
+    let tp = placement.coords(rank).unwrap().tp;
+    let mut held = Vec::new();
+    let mut first = 0;
+    for count in &state.groups {
+        for head in 0..*count {
+            // The last rank whose share begins at or before the head, and has not ended.
+            let owner = (0..placement.tp)
+                .find(|r| (r * count / placement.tp..(r + 1) * count / placement.tp).contains(&head));
+            if owner == Some(tp) {
+                held.push(first + head);
+            }
+        }
+        first += count;
+    }
+    if state.groups.is_empty() { (0..part.heads).collect() } else { held }
+}
+
 /// The name of one byte of content; never 0.
 fn name(layer: LayerId, part: Part, head: u32, token: u64, byte: u64) -> u64 {
     let place = u64::from(part.code()) << 24 | u64::from(layer.0) << 16 | u64::from(head) << 8 | byte;
@@ -67,7 +93,7 @@ fn filled(
     shape: &CacheShape,
     placement: &Placement,
     pools: &[PoolLayout],
-    table: &PageTable,
+    (table, slot): (&PageTable, SlotId),
     tokens: TokenRange,
 ) -> Vec<Vec<u64>> {
     let mut arenas: Vec<Vec<u64>> = pools.iter().map(|pool| vec![0; pool.len().0 as usize]).collect();
@@ -76,10 +102,17 @@ fn filled(
         for part in &shape.parts {
             let head_bytes = u64::from(part.head_elems) * placement.part(part.part).unwrap().dtype.size().0;
             for region in pools[rank].regions().iter().filter(|region| region.part == part.part) {
-                for token in tokens.start.0..tokens.end.0 {
-                    let Some(row) = row(placement, part.part, id, table, token) else { continue };
+                // State has rows instead of tokens.
+                let window = part.state.as_ref().map(|state| u64::from(state.window));
+                let rows = window.map_or(tokens.start.0..tokens.end.0, |window| 0..window);
+                for token in rows {
+                    let row = match window {
+                        Some(window) => Some(Row(u64::from(slot.0) * window + token)),
+                        None => row(placement, part.part, id, table, token),
+                    };
+                    let Some(row) = row else { continue };
                     let mut at = region.row_offset(row).expect("the pool has the page").0;
-                    for head in placement.heads(part, id) {
+                    for head in held_heads(placement, part, id) {
                         for byte in 0..head_bytes {
                             arena[at as usize] = name(region.layer, part.part, head, token, byte);
                             at += 1;
@@ -95,7 +128,9 @@ fn filled(
 fn pools(shape: &CacheShape, placement: &Placement, table: &PageTable) -> Vec<PoolLayout> {
     // The local pages of a sharded table are fewer than its logical ones.
     let pages = table.0.iter().map(|page| page.0 + 1).max().unwrap_or(0);
-    (0..placement.ranks()).map(|r| PoolLayout::new(shape, placement, RankId(r), pages).unwrap()).collect()
+    (0..placement.ranks())
+        .map(|r| PoolLayout::with_slots(shape, placement, RankId(r), pages, SLOTS).unwrap())
+        .collect()
 }
 
 impl Case {
@@ -114,6 +149,12 @@ impl Case {
         pair.plan(src, dst, chunk).unwrap_or_else(|e| panic!("{e} for {self:?}"))
     }
 
+    fn state(&self, pair: &Pair, src: u32, dst: u32) -> Plan {
+        let src = Slot { rank: RankId(src), slot: SRC_SLOT };
+        pair.state(src, Slot { rank: RankId(dst), slot: DST_SLOT })
+            .unwrap_or_else(|e| panic!("{e} for {self:?}"))
+    }
+
     /// Runs every plan of the hand-off on pools of names and compares with the naive copier: each byte that the
     /// target wants is written once with the right content, nothing else changes, and what the plans say about
     /// themselves is true.
@@ -123,16 +164,16 @@ impl Case {
         let dst_pools = pools(&self.shape, &self.dst, &self.dst_table);
         // The source also holds what does not cross: earlier tokens, and the rest of its last page.
         let held = TokenRange::new(0, tokens.end.0 + 8);
-        let sources = filled(&self.shape, &self.src, &src_pools, &self.src_table, held);
-        let wanted = filled(&self.shape, &self.dst, &dst_pools, &self.dst_table, tokens);
+        let sources = filled(&self.shape, &self.src, &src_pools, (&self.src_table, SRC_SLOT), held);
+        let wanted = filled(&self.shape, &self.dst, &dst_pools, (&self.dst_table, DST_SLOT), tokens);
         let sharded = self.dst.parts.iter().any(|p| matches!(p.tokens, TokenMap::PageSharded { .. }));
 
         for (d, wanted) in wanted.iter().enumerate() {
             let mut got = vec![0; wanted.len()];
             let mut planned = 0;
             for (s, source) in sources.iter().enumerate() {
-                for chunk in &self.chunks {
-                    let plan = self.plan(&pair, s as u32, d as u32, *chunk);
+                let rows = self.chunks.iter().map(|chunk| self.plan(&pair, s as u32, d as u32, *chunk));
+                for plan in rows.chain([self.state(&pair, s as u32, d as u32)]) {
                     self.check_units(&plan);
                     planned += plan.bytes().0;
                     for unit in plan.units() {
@@ -151,8 +192,13 @@ impl Case {
             let bytes = wanted.iter().filter(|cell| **cell != 0).count() as u64;
             let end = End { rank: RankId(d as u32), table: &self.dst_table };
             assert_eq!(planned, bytes, "planned bytes of {self:?}");
-            assert_eq!(pair.granted_bytes(end, tokens), Ok(Bytes(bytes)), "granted bytes of {self:?}");
-            assert!(sharded || pair.target_bytes(end.rank, tokens).0 == bytes, "target bytes of {self:?}");
+            let state = pair.state_bytes(end.rank).0;
+            let granted = pair.granted_bytes(end, tokens).unwrap().0 + state;
+            assert_eq!(granted, bytes, "granted bytes of {self:?}");
+            assert!(
+                sharded || pair.target_bytes(end.rank, tokens).0 + state == bytes,
+                "target bytes of {self:?}"
+            );
         }
     }
 
@@ -161,7 +207,7 @@ impl Case {
         let order = |part| self.shape.parts.iter().position(|p| p.part == part);
         let (mut last, mut bytes, mut runs) = (None, 0, 0);
         for unit in plan.units() {
-            let place = Some((order(unit.part), unit.layer, unit.first_token()));
+            let place = Some((order(unit.part), unit.channels, unit.layer, unit.first_token()));
             assert!(last < place, "units of {self:?}");
             (last, bytes, runs) = (place, bytes + unit.bytes().0, runs + unit.runs.len() as u64);
             let rows: Vec<_> = unit.runs.iter().flat_map(Run::expand).collect();
@@ -173,11 +219,39 @@ impl Case {
         assert_eq!((plan.bytes().0, plan.copies()), (bytes, runs), "sums of {self:?}");
     }
 
+    /// A receiver that knows only what the sources say that they cover plans the same units to the same rows, and
+    /// what they say adds up to every token once.
+    pub(crate) fn check_covers(&self) {
+        let pair = self.pair();
+        let mut assembly = Assembly::new(&pair, self.tokens());
+        for chunk in &self.chunks {
+            for s in 0..self.src.ranks() {
+                let source = RankId(s);
+                let cover = pair.cover(End { rank: source, table: &self.src_table }, *chunk).unwrap();
+                for d in 0..self.dst.ranks() {
+                    let dst = End { rank: RankId(d), table: &self.dst_table };
+                    let landing = pair.landing(source, &cover, dst, *chunk).unwrap();
+                    assert_eq!(
+                        landed(&landing),
+                        landed(&self.plan(&pair, s, d, *chunk)),
+                        "{s} to {d} of {self:?}"
+                    );
+                }
+                let listed = cover.0.iter().any(|c| !c.runs.is_empty());
+                let verdict = if listed { Accepted::New } else { Accepted::Repeat };
+                assert_eq!(assembly.accept(&pair, source, *chunk, &cover), Ok(verdict), "{self:?}");
+                assert_eq!(assembly.accept(&pair, source, *chunk, &cover), Ok(Accepted::Repeat), "{self:?}");
+            }
+        }
+        assert_eq!(assembly.gap(&pair), None, "{self:?}");
+    }
+
     /// Compares the (layer, head, token, source row, target row) of every plan with point queries, and how evenly
     /// sources of the same bytes share. Cheaper than [`Case::check_bytes`], and blind to offsets in pools.
     pub(crate) fn check_rows(&self) {
         let pair = self.pair();
-        self.shape.parts.iter().for_each(|part| self.check_part(&pair, part));
+        let rows = self.shape.parts.iter().filter(|part| part.state.is_none());
+        rows.for_each(|part| self.check_part(&pair, part));
     }
 
     fn check_part(&self, pair: &Pair, part: &PartShape) {
@@ -251,6 +325,17 @@ impl Case {
             assert!(most - least <= 1, "shares {counts:?} of {self:?}");
         }
     }
+}
+
+/// What the two ends of a transport must agree on: units, their bytes, and tokens at target rows.
+type Landed = Vec<(LayerId, Part, Token, Bytes, Vec<(Token, Row)>)>;
+
+fn landed(plan: &Plan) -> Landed {
+    let unit = |unit: Unit<'_>| {
+        let rows = unit.runs.iter().flat_map(Run::expand).map(|(token, _, dst)| (token, dst)).collect();
+        (unit.layer, unit.part, unit.first_token(), unit.bytes(), rows)
+    };
+    plan.units().map(unit).collect()
 }
 
 /// (source, target) offsets of every byte of a unit in order; row by row, and checked against its moves.

@@ -117,8 +117,9 @@ fn legend(svg: &mut Svg, schematic: &Schematic, y: f64) {
          already; nearly white: held by another rank.",
         &format!(
             "Columns are tokens (here {} on pages of at most 4, planned like the real ones); rows are heads and \
-             layers; squares are heads of state.{more}",
-            schematic.tokens.end
+             layers{}.{more}",
+            schematic.tokens.end,
+            if schematic.has_state() { "; squares set apart are heads of state" } else { "" }
         ),
     ];
     for (i, line) in lines.iter().enumerate() {

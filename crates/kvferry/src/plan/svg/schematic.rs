@@ -16,8 +16,6 @@ const TOKENS: u64 = 24;
 const PREFIX: u64 = 3;
 /// Rows of the largest page that is drawn.
 const PAGE: u32 = 4;
-/// Tokens that are dealt at a time.
-const INTERLEAVE: u32 = 2;
 /// Heads that are drawn at most.
 const HEADS: u32 = 6;
 
@@ -46,9 +44,8 @@ pub(super) struct Schematic {
 impl Schematic {
     pub(super) fn new(request: &Request, answer: &Answer) -> Result<Self, Unsupported> {
         let (src, dst) = (answer.pair.src(), answer.pair.dst());
-        let largest = [src, dst].iter().flat_map(|side| &side.parts).map(|p| p.page_size).max().unwrap_or(1);
         let base = request.shape.parts.iter().find(|p| !p.part.is_draft() && p.state.is_none());
-        let pages = |side: &Placement| base.and_then(|p| side.part(p.part)).map_or(largest, |l| l.page_size);
+        let pages = |side: &Placement| base.and_then(|p| side.part(p.part)).map_or(1, |l| l.page_size);
         let largest = pages(src).max(pages(dst));
         let pair = Pair::new(request.shape.clone(), small(src, largest), small(dst, largest))?;
         let count = request.tokens.len().min(TOKENS);
@@ -117,6 +114,10 @@ impl Schematic {
         bands.iter().filter(held).copied().collect()
     }
 
+    pub(super) fn has_state(&self) -> bool {
+        !self.state.is_empty()
+    }
+
     /// The heads of state that are drawn.
     pub(super) fn state_heads(&self, band: Band) -> Vec<u64> {
         let heads = self.pair.shape().part(band.part).map_or(0, |p| p.heads);
@@ -157,14 +158,17 @@ impl Schematic {
     }
 }
 
-/// The placement with pages in proportion to [`PAGE`] for the largest.
+/// The placement with pages and interleaves in proportion to [`PAGE`] for the largest.
 fn small(side: &Placement, largest: u32) -> Placement {
     let mut small = side.clone();
     for part in small.parts.iter_mut().filter(|part| !part.part.is_state()) {
-        let scaled = u64::from(part.page_size) * u64::from(PAGE) / u64::from(largest.max(1));
-        part.page_size = (scaled as u32).clamp(1, TOKENS as u32);
+        let scaled = |n: u32| {
+            let scaled = u64::from(n) * u64::from(PAGE) / u64::from(largest.max(1));
+            scaled.clamp(1, TOKENS) as u32
+        };
+        part.page_size = scaled(part.page_size);
         if let TokenMap::Interleaved { interleave, .. } = &mut part.tokens {
-            *interleave = (*interleave).min(INTERLEAVE);
+            *interleave = scaled(*interleave);
         }
     }
     small
