@@ -8,7 +8,7 @@ use axum::{
         Path, Query, State,
         rejection::{PathRejection, QueryRejection},
     },
-    http::{StatusCode, header},
+    http::{StatusCode, Uri, header},
     response::{IntoResponse, Response},
 };
 use kvferry_engine::EngineStats;
@@ -74,6 +74,18 @@ pub(crate) async fn ledger(State(shared): State<Arc<Shared>>) -> Json<Ledger> {
         held: shared.held_rooms(),
         process: ProcessCounts::now(),
     })
+}
+
+/// A path that this instance does not have.
+pub(crate) async fn nowhere(State(shared): State<Arc<Shared>>, uri: Uri) -> Response {
+    let cause = format!(
+        "{} is a {} instance and has no {}; it serves /health, /debug/ledger, /debug/kv/{{room}} and /internal/{}",
+        shared.instance,
+        shared.role,
+        uri.path(),
+        shared.role
+    );
+    (StatusCode::NOT_FOUND, Json(Problem::new(Blame::Caller, Stage::Request, cause))).into_response()
 }
 
 #[derive(Deserialize)]

@@ -14,6 +14,7 @@ use axum::{
     Router,
     extract::DefaultBodyLimit,
     routing::{get, post},
+    serve::{Listener, ListenerExt},
 };
 use kvferry_engine::{Engine, EngineConfig, HandOff, Model};
 use kvferry_node::{Node, NodeConfig};
@@ -203,7 +204,7 @@ impl Instance {
     pub async fn serve(self, drain: CancellationToken) -> Result<(), ServerError> {
         let shared = Arc::clone(&self.shared);
         let closing = CancellationToken::new();
-        let server = axum::serve(self.listener, routes(Arc::clone(&self.shared)))
+        let server = axum::serve(prompt(self.listener), routes(Arc::clone(&self.shared)))
             .with_graceful_shutdown(closing.clone().cancelled_owned());
         let server = tokio::spawn(async move { server.await });
         let refused = async {
@@ -239,6 +240,16 @@ impl Instance {
     }
 }
 
+/// Sends what is written at once: an answer is many small lines, and the operating system would hold them back until
+/// the client acknowledges earlier ones.
+pub(crate) fn prompt(listener: TcpListener) -> impl Listener<Addr = SocketAddr> {
+    listener.tap_io(|stream| {
+        if let Err(error) = stream.set_nodelay(true) {
+            tracing::debug!(%error, "TCP_NODELAY");
+        }
+    })
+}
+
 fn routes(shared: Arc<Shared>) -> Router {
     let admin = Router::new()
         .route("/health", get(admin::health))
@@ -248,6 +259,7 @@ fn routes(shared: Arc<Shared>) -> Router {
         Role::Decode => admin.route("/internal/decode", post(decode::handle)),
         _ => admin.route("/internal/prefill", post(prefill::handle)),
     }
+    .fallback(admin::nowhere)
     .layer(DefaultBodyLimit::max(BODY))
     .with_state(shared)
 }

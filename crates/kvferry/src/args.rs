@@ -70,7 +70,7 @@ pub(crate) struct EngineArgs {
     #[arg(long, value_name = "TYPE", value_parser = dtype, default_value = "f32", help_heading = "Engine")]
     pub(crate) kv_dtype: Dtype,
     /// Most prompt tokens computed in one step; each chunk is handed over while the next is computed
-    #[arg(long, value_name = "TOKENS", default_value_t = 64, value_parser = clap::value_parser!(u32).range(1..),
+    #[arg(long, value_name = "TOKENS", default_value_t = 32, value_parser = clap::value_parser!(u32).range(1..),
           help_heading = "Engine")]
     pub(crate) chunk: u32,
     /// Longest sequence, prompt and answer together; the model's own limit when left out

@@ -48,7 +48,8 @@ fn run(command: Command) -> Result<ExitCode, Failure> {
         }
         Command::Model(ModelCommand::Pull { model }) => runtime
             .block_on(model::locate(&model, Progress::Shown))
-            .map(|located| terminal::line(located.path.unwrap_or_default().display()))
+            .and_then(|_| model::path(&model))
+            .map(|path| terminal::line(path.display()))
             .map(|()| ExitCode::SUCCESS),
     };
     // A thread that still computes for a request that failed does not keep the process.

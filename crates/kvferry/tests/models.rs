@@ -62,8 +62,8 @@ fn main() -> ExitCode {
 }
 
 fn demo(args: &[&str]) -> Value {
-    let report = assert_proven(&kvferry(&[&["demo", "--json", "--max-tokens", "12"], args].concat()));
-    assert_eq!(report["model"]["name"], "SmolLM2-135M-Instruct.Q4_1.gguf");
+    let report = assert_proven(&kvferry(&[&["demo", "--json"], args].concat()));
+    assert_eq!(report["model"]["name"], "SmolLM2-135M-Instruct.Q4_1");
     assert_eq!(report["model"]["sha256"], "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53");
     report
 }

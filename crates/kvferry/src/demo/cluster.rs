@@ -81,23 +81,21 @@ impl Cluster {
         Ok(cluster)
     }
 
-    /// What runs, one line each.
-    pub(super) fn describe(&self) -> Vec<String> {
-        let line = |role: &str, at: &Handle| {
-            let ranks = at.member.ranks;
-            let s = if ranks == 1 { " " } else { "s" };
-            format!("{role:>15}  {}  {ranks} rank{s}  pid {}", at.layout, at.pid)
+    /// What runs: names and facts.
+    pub(super) fn describe(&self) -> [(&'static str, String); 3] {
+        let width = [&self.prefill, &self.decode]
+            .map(|at| at.layout.to_string().len())
+            .into_iter()
+            .max()
+            .unwrap_or(0);
+        let facts = |at: &Handle| {
+            let (layout, ranks) = (at.layout.to_string(), at.member.ranks);
+            format!("{layout:<width$}  {ranks} rank{}  pid {}", if ranks == 1 { " " } else { "s" }, at.pid)
         };
-        let prefill = line("prefill", &self.prefill);
-        let width = self.prefill.layout.to_string().len().max(self.decode.layout.to_string().len());
-        let pad = |at: &Handle, line: String| {
-            let layout = at.layout.to_string();
-            line.replacen(&layout, &format!("{layout:<width$}"), 1)
-        };
-        vec![
-            pad(&self.prefill, prefill),
-            pad(&self.decode, line("decode", &self.decode)),
-            format!("{:>15}  {}", "hand-off over", self.transport),
+        [
+            ("prefill", facts(&self.prefill)),
+            ("decode", facts(&self.decode)),
+            ("hand-off over", self.transport.clone()),
         ]
     }
 

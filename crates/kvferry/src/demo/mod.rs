@@ -6,20 +6,16 @@ mod disaggregated;
 mod prompts;
 mod reference;
 mod report;
+mod show;
 mod table;
 
 use std::{process::ExitCode, sync::Arc};
 
-use kvferry_engine::{
-    LoadOptions, Model,
-    checkpoint::Checkpoint,
-    math::Arith,
-    tokenizer::{Detokenizer, Tokenizer},
-};
+use kvferry_engine::{LoadOptions, Model, checkpoint::Checkpoint, math::Arith};
 use kvferry_plan::Dtype;
 
 use crate::{
-    args::{DemoArgs, name_of},
+    args::DemoArgs,
     failure::Failure,
     model::{self, Located, ModelRef, Progress},
     serve::blocking,
@@ -29,6 +25,7 @@ use cluster::Cluster;
 use prompts::Prompt;
 use reference::{Answer, Plan};
 use report::{Finding, ModelInfo, Outcome, PromptReport, Report};
+use show::Show;
 
 /// Runs the demo; the exit status says whether everything was proven equal.
 pub(crate) async fn run(args: DemoArgs) -> Result<ExitCode, Failure> {
@@ -45,8 +42,8 @@ pub(crate) async fn run(args: DemoArgs) -> Result<ExitCode, Failure> {
     let options = LoadOptions { attention: args.engine.attention.into(), arith: args.engine.arith.into() };
 
     // Three processes read the model at the same time; nothing is timed before all of them are ready.
-    let show = Show { json: args.json, tokenizer };
-    show.title(&located, &args);
+    let show = Show::new(args.json, tokenizer);
+    show.title(checkpoint.name(), &args);
     let load = blocking(move || Ok(Model::from_checkpoint(&checkpoint, options)?));
     let (cluster, model) = tokio::try_join!(Cluster::start(&args, &located, pool_tokens), load)?;
     show.cluster(&cluster);
@@ -55,7 +52,7 @@ pub(crate) async fn run(args: DemoArgs) -> Result<ExitCode, Failure> {
     let mut handed = Vec::with_capacity(prompts.len());
     for prompt in &prompts {
         show.prompt(prompt);
-        let mut text = show.stream("two processes");
+        let mut text = show.answer("two processes");
         let run = disaggregated::run(&cluster, prompt, &args, |id| text.push(id)).await;
         text.end();
         handed.push(run);
@@ -79,7 +76,7 @@ pub(crate) async fn run(args: DemoArgs) -> Result<ExitCode, Failure> {
         };
         reports.push(PromptReport::new(prompt, outcome));
     }
-    let model = ModelInfo { name: located.name.clone(), sha256: model.sha256().to_owned() };
+    let model = ModelInfo { name: model.name().to_owned(), sha256: model.sha256().to_owned() };
     let report = Report::new(model, &args, plan.reference(), reports);
     if args.json {
         terminal::line(serde_json::to_string(&report).map_err(|e| Failure::new(kvferry_plan::Blame::Us, e))?);
@@ -105,7 +102,7 @@ async fn find_model(args: &DemoArgs) -> Result<Located, Failure> {
                 terminal::line(styled(Look::Strong, note));
                 terminal::note(why);
             }
-            Ok(Located::embedded())
+            Ok(Located::Embedded)
         }
         (found, _) => found,
     }
@@ -129,117 +126,12 @@ fn reference_runs(
             if several {
                 show.prompt(&prompt);
             }
-            let mut text = show.stream("one process");
+            let mut text = show.answer("one process");
             let answer = reference.run(&prompt, |id| text.push(id));
             text.end();
             answer.map(Some)
         })
         .collect()
-}
-
-/// What the person at the terminal sees while it runs; nothing with `--json`.
-#[derive(Clone)]
-struct Show {
-    json: bool,
-    tokenizer: Option<Tokenizer>,
-}
-
-impl Show {
-    fn title(&self, model: &Located, args: &DemoArgs) {
-        if self.json {
-            return;
-        }
-        let engine = &args.engine;
-        let facts = format!(
-            "{} attention, {} arithmetic, {} cache",
-            name_of(&engine.attention),
-            name_of(&engine.arith),
-            kv_name(args)
-        );
-        terminal::line(format_args!("{}  {facts}", styled(Look::Strong, &model.name)));
-    }
-
-    fn cluster(&self, cluster: &Cluster) {
-        if self.json {
-            return;
-        }
-        for line in cluster.describe() {
-            terminal::line(styled(Look::Dim, line));
-        }
-    }
-
-    fn prompt(&self, prompt: &Prompt) {
-        if !self.json {
-            terminal::line(format_args!(
-                "\n{} {}",
-                styled(Look::Dim, ">"),
-                styled(Look::Strong, &prompt.label)
-            ));
-        }
-    }
-
-    fn stream(&self, who: &str) -> Stream {
-        if self.json {
-            return Stream { silent: true, text: None, begun: true, head: String::new() };
-        }
-        let head = styled(Look::Dim, format_args!("{who:>15}  "));
-        Stream {
-            silent: false,
-            text: self.tokenizer.as_ref().map(Tokenizer::detokenizer),
-            begun: false,
-            head,
-        }
-    }
-}
-
-/// The element types of the cache, as far as they agree.
-fn kv_name(args: &DemoArgs) -> String {
-    let of = |spec: &kvferry_plan::LayoutSpec| spec.kv.unwrap_or(args.engine.kv_dtype);
-    let (prefill, decode) = (of(&args.prefill), of(&args.decode));
-    if prefill == decode { decode.to_string() } else { format!("{prefill}/{decode}") }
-}
-
-/// One answer as it comes.
-struct Stream {
-    silent: bool,
-    text: Option<Detokenizer>,
-    begun: bool,
-    head: String,
-}
-
-impl Stream {
-    fn push(&mut self, id: u32) {
-        if self.silent {
-            return;
-        }
-        let piece = match &mut self.text {
-            Some(text) => text.push(id),
-            None => format!("{id} "),
-        };
-        self.write(&piece);
-    }
-
-    fn write(&mut self, piece: &str) {
-        if !self.begun {
-            self.begun = true;
-            terminal::piece(&self.head);
-        }
-        // Answers stay one paragraph each, so that the two can be compared by eye.
-        terminal::piece(piece.replace(['\n', '\r'], " "));
-    }
-
-    fn end(mut self) {
-        if self.silent {
-            return;
-        }
-        let rest = self.text.as_mut().map(Detokenizer::finish).unwrap_or_default();
-        if !rest.is_empty() {
-            self.write(&rest);
-        }
-        if self.begun {
-            terminal::line("");
-        }
-    }
 }
 
 /// Whether a request runs on f32 sums whose order depends on the layout, and what that means for comparisons.

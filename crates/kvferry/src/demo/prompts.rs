@@ -9,7 +9,9 @@ use super::longest_sequence;
 use crate::{args::DemoArgs, failure::Failure};
 
 /// Asked of a model that can chat when nothing else is asked.
-const QUESTION: &str = "Why is the sky blue? Answer in one sentence.";
+const QUESTION: &str = "A ferry takes cars from a harbour with three lanes to a harbour with one lane. The crew plans \
+                        where every car goes, moves each car once, and checks that none is missing or damaged. Answer \
+                        in one short sentence: why does the crew check the cars?";
 /// Tokens of the default prompt of a model that is served by ids: more than two pages and no multiple of one.
 const IDS: u32 = 41;
 /// Largest file of token ids.

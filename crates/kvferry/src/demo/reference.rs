@@ -60,8 +60,8 @@ impl Plan {
         match self.claim {
             Claim::Bits | Claim::Close => format!("one process, {}", self.whole.layout),
             Claim::CloseFromSamePrefill => format!(
-                "one process that computes the prompt as {} (bf16 rounding depends on the prefill layout), copies it \
-                 coordinate by coordinate and continues as {}",
+                "one process: the prompt as {} (bf16 rounding depends on the prefill layout), copied coordinate \
+                 by coordinate, continued as {}",
                 self.whole.layout, self.decode.layout
             ),
         }

@@ -39,18 +39,14 @@ fn single(report: &Report, prompt: &PromptReport) -> Table {
     let transfer = transfer.unwrap_or_default();
     let (two, one) = (two_processes.unwrap_or_default(), one_process.unwrap_or_default());
     let generated = prompt.outcome.generated.len();
-    let computed = prompt.outcome.decode_prompt_tokens_computed.unwrap_or_default();
     let mut table = new_table();
     table.set_header(["", "two processes", "one process"]);
     let mut row = |name: &str, two: String, one: String| {
         table.add_row([name.to_owned(), two, one]);
     };
     row("layout", format!("{} → {}", report.prefill, report.decode), "tp=1".into());
-    row(
-        "prompt tokens",
-        format!("{}, {computed} of them computed by decode", prompt.prompt_tokens),
-        prompt.prompt_tokens.to_string(),
-    );
+    let tokens = prompt.prompt_tokens.to_string();
+    row("prompt tokens", tokens.clone(), tokens);
     row("time to first token", time(two.first_token), time(one.first_token));
     row("tokens per second after it", rate(two, generated), rate(one, generated));
     let planned = if transfer.bytes == transfer.planned_bytes {
@@ -68,9 +64,10 @@ fn single(report: &Report, prompt: &PromptReport) -> Table {
         ),
         "-".into(),
     );
+    row("transfer time", format!("{} from the first chunk on", time(transfer.seconds)), "-".into());
     row(
-        "transfer",
-        format!("{}; {} of waiting after the prompt", time(transfer.seconds), time(transfer.exposed_seconds)),
+        "decode waited",
+        format!("{} after the prompt was computed", time(transfer.exposed_seconds)),
         "-".into(),
     );
     table
@@ -85,11 +82,10 @@ fn several(report: &Report, prompts: &[PromptReport]) -> Table {
     table.set_header(
         [
             "prompt\ntokens",
-            "by\ndecode",
             "KV\nmoved",
             "runs",
-            "transfer",
-            "waited\nfor",
+            "transfer\ntime",
+            "decode\nwaited",
             "TTFT\ntwo",
             "TTFT\none",
             "tokens\nequal",
@@ -104,7 +100,6 @@ fn several(report: &Report, prompts: &[PromptReport]) -> Table {
         let mut row = vec![prompt.prompt_tokens.to_string()];
         match (&outcome.transfer, outcome.two_processes, outcome.one_process) {
             (Some(transfer), Some(two), Some(one)) => row.extend([
-                outcome.decode_prompt_tokens_computed.unwrap_or_default().to_string(),
                 bytes(transfer.bytes),
                 count(transfer.runs),
                 time(transfer.seconds),
@@ -112,7 +107,7 @@ fn several(report: &Report, prompts: &[PromptReport]) -> Table {
                 time(two.first_token),
                 time(one.first_token),
             ]),
-            _ => row.extend((0..7).map(|_| "-".to_owned())),
+            _ => row.extend((0..6).map(|_| "-".to_owned())),
         }
         row.extend([yes(outcome.tokens_equal), yes(outcome.bit_equal), difference(outcome)]);
         table.add_row(row.into_iter().map(right));
@@ -139,9 +134,16 @@ fn verdict(report: &Report) {
     };
     line("bits equal", total.bit_equal, what);
     terminal::line(format_args!("largest logprob difference: {}", difference(total)));
-    for finding in &total.findings {
-        let blame = finding.blame.map(|b| format!(" (blame: {b})")).unwrap_or_default();
-        terminal::line(format_args!("{}: {}{blame}", styled(Look::Bad, "finding"), finding.text));
+    if let Some(computed) = total.decode_prompt_tokens_computed {
+        let prompt_tokens: u64 = report.prompts.iter().map(|p| p.prompt_tokens).sum();
+        terminal::line(format_args!("prompt tokens computed by decode: {computed} of {prompt_tokens}"));
+    }
+    for (number, prompt) in (1..).zip(&report.prompts) {
+        let which = if report.prompts.len() > 1 { format!("prompt {number}: ") } else { String::new() };
+        for finding in &prompt.outcome.findings {
+            let blame = finding.blame.map(|b| format!(" (blame: {b})")).unwrap_or_default();
+            terminal::line(format_args!("{}: {which}{}{blame}", styled(Look::Bad, "finding"), finding.text));
+        }
     }
     if report.proven {
         terminal::line(styled(Look::Good, "proven equal"));
@@ -154,6 +156,7 @@ fn difference(outcome: &Outcome) -> String {
     match outcome.max_abs_logprob_diff {
         None => "-".into(),
         Some(0.0) => "0".into(),
+        Some(diff) if diff >= 1e-3 => format!("{diff:.3}"),
         Some(diff) => format!("{diff:.1e}"),
     }
 }

@@ -5,6 +5,7 @@ mod hub;
 mod pull;
 
 use std::{
+    ffi::OsString,
     fmt,
     path::{Path, PathBuf},
     str::FromStr,
@@ -68,38 +69,27 @@ impl fmt::Display for ModelRef {
 
 /// A model that is on this machine.
 #[derive(Clone, Debug)]
-pub(crate) struct Located {
-    /// Name for people, without folders.
-    pub(crate) name: String,
-    /// Where it lies; `None` for the built-in one.
-    pub(crate) path: Option<PathBuf>,
+pub(crate) enum Located {
+    /// The built-in checkpoint.
+    Embedded,
+    /// A file or folder.
+    At(PathBuf),
 }
 
 impl Located {
-    fn file(path: PathBuf) -> Self {
-        let name =
-            path.file_name().map_or_else(|| path.display().to_string(), |n| n.to_string_lossy().into());
-        Self { name, path: Some(path) }
-    }
-
-    /// The built-in checkpoint.
-    pub(crate) fn embedded() -> Self {
-        Self { name: EMBEDDED.into(), path: None }
-    }
-
     /// Opens and checks it; weights are not read yet.
     pub(crate) fn open(&self) -> Result<Checkpoint, Failure> {
-        match &self.path {
-            Some(path) => Checkpoint::open(path).map_err(|e| Failure::new(e.blame(), e)),
-            None => checkpoint::embedded().map_err(|e| Failure::new(e.blame(), e)),
-        }
+        Ok(match self {
+            Self::Embedded => checkpoint::embedded()?,
+            Self::At(path) => Checkpoint::open(path)?,
+        })
     }
 
     /// How a child process is told of it.
-    pub(crate) fn argument(&self) -> std::ffi::OsString {
-        match &self.path {
-            Some(path) => path.into(),
-            None => ModelRef::Embedded.to_string().into(),
+    pub(crate) fn argument(&self) -> OsString {
+        match self {
+            Self::Embedded => ModelRef::Embedded.to_string().into(),
+            Self::At(path) => path.into(),
         }
     }
 }
@@ -107,9 +97,9 @@ impl Located {
 /// Finds the model on this machine, fetching what can be fetched.
 pub(crate) async fn locate(model: &ModelRef, progress: Progress) -> Result<Located, Failure> {
     match model {
-        ModelRef::Embedded => Ok(Located::embedded()),
-        ModelRef::Hub(file) => hub::fetch(file, progress).await.map(Located::file),
-        ModelRef::Path(path) if path.exists() => Ok(Located::file(path.clone())),
+        ModelRef::Embedded => Ok(Located::Embedded),
+        ModelRef::Hub(file) => hub::fetch(file, progress).await.map(Located::At),
+        ModelRef::Path(path) if path.exists() => Ok(Located::At(path.clone())),
         ModelRef::Path(path) => Err(Failure::new(
             Blame::Caller,
             format!(
@@ -118,7 +108,7 @@ pub(crate) async fn locate(model: &ModelRef, progress: Progress) -> Result<Locat
                 path.display()
             ),
         )),
-        ModelRef::SmolLm2 => pull::smollm2(progress).await.map(Located::file),
+        ModelRef::SmolLm2 => pull::smollm2(progress).await.map(Located::At),
     }
 }
 
