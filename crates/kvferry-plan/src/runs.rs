@@ -68,6 +68,7 @@ impl Relation {
         cuts.reserve(targets.left());
         runs.reserve(targets.left().max(expected));
         let mut budget = MAX_BLOCKS;
+        let mut ahead = Ahead { token: u64::MAX, block: 0 };
         let mut source = sources.next();
         for target in targets {
             let first = runs.len();
@@ -82,7 +83,7 @@ impl Relation {
                     match &pattern {
                         Pattern::All => runs.push(cell.whole()),
                         Pattern::Never => {}
-                        Pattern::Periodic(blocks) => cell.take(blocks, runs),
+                        Pattern::Periodic(blocks) => cell.take(blocks, &mut ahead, runs),
                         Pattern::Irregular => cell.walk(self, runs, &mut budget)?,
                     }
                 }
@@ -121,6 +122,12 @@ struct Blocks {
     src_step: u64,
     dst: u64,
     dst_step: u64,
+}
+
+/// The first block that ends after `token`: what the next cell begins with if it begins at `token`.
+struct Ahead {
+    token: u64,
+    block: u64,
 }
 
 impl Pattern {
@@ -186,10 +193,15 @@ impl Cell {
 
     /// Appends the blocks that touch the cell: at most three runs, because only its first and its last block can
     /// be cut.
-    fn take(&self, b: &Blocks, runs: &mut Vec<Run>) {
+    fn take(&self, b: &Blocks, ahead: &mut Ahead, runs: &mut Vec<Run>) {
         let Some(reach) = (self.end - 1).checked_sub(b.token) else { return };
         let last = reach / b.token_step;
-        let mut first = (self.start + 1).saturating_sub(b.token + b.block).div_ceil(b.token_step);
+        let within = reach - last * b.token_step;
+        let mut first = match ahead.token == self.start {
+            true => ahead.block,
+            false => (self.start + 1).saturating_sub(b.token + b.block).div_ceil(b.token_step),
+        };
+        *ahead = Ahead { token: self.end, block: last + u64::from(within + 1 >= b.block) };
         if first > last {
             return;
         }
@@ -203,7 +215,7 @@ impl Cell {
         };
         let head = self.start.saturating_sub(b.token + first * b.token_step);
         // What the last block has beyond the end of the cell.
-        let tail = b.block.saturating_sub(reach % b.token_step + 1);
+        let tail = b.block.saturating_sub(within + 1);
         if first == last {
             return runs.push(piece(first, head, b.block - head - tail));
         }

@@ -7,7 +7,7 @@ use kvferry_engine::{Attention, EngineConfig, math::Arith};
 use kvferry_plan::{Dtype, LayerSplit, LayoutSpec};
 use kvferry_transport::{Inject, TransportKind};
 
-use crate::model::ModelRef;
+use crate::{bench::BenchCommand, model::ModelRef, plan::PlanArgs};
 
 /// Moves the KV cache of language models between instances with different parallel layouts: exactly, quickly, safely
 #[derive(Debug, Parser)]
@@ -26,9 +26,17 @@ pub(crate) enum Command {
     /// Exit status: 0 when proven equal, 1 when not (the finding is named), 2 when the command cannot be run as
     /// given.
     Demo(Box<DemoArgs>),
+    /// Measure parts of the system on this machine
+    #[command(subcommand)]
+    Bench(BenchCommand),
     /// Fetch models and say where they are
     #[command(subcommand)]
     Model(ModelCommand),
+    /// Say whether two layouts can be served together, and what crosses between which ranks
+    ///
+    /// Needs no model and no peer, and plans also what the engine cannot run yet. Exit status: 0 when supported, 1 when
+    /// not (the axis and the reason are named), 2 when the request makes no sense.
+    Plan(Box<PlanArgs>),
     /// Run one process of a cluster: a registry, a prefill or a decode instance
     ///
     /// Prints one line of JSON when it is ready, with the URL of its HTTP port (/health, /debug/ledger). Drains and

@@ -56,4 +56,5 @@ blamed!(
     kvferry_engine::checkpoint::LoadError,
     kvferry_registry::BindError,
     kvferry_registry::ClientError,
+    kvferry_plan::Unsupported,
 );

@@ -3,9 +3,11 @@
 #![forbid(unsafe_code)]
 
 mod args;
+mod bench;
 mod demo;
 mod failure;
 mod model;
+mod plan;
 mod serve;
 mod terminal;
 
@@ -41,7 +43,9 @@ fn run(command: Command) -> Result<ExitCode, Failure> {
         .build()
         .map_err(|e| Failure::new(Blame::Environment, format!("cannot start the runtime: {e}")))?;
     let result = match command {
+        Command::Bench(command) => bench::run(&command),
         Command::Demo(args) => runtime.block_on(demo::run(*args)),
+        Command::Plan(args) => plan::run(&args),
         Command::Serve(args) => runtime.block_on(serve::run(*args)).map(|()| ExitCode::SUCCESS),
         Command::Model(ModelCommand::Path { model }) => {
             model::path(&model).map(|path| terminal::line(path.display())).map(|()| ExitCode::SUCCESS)

@@ -75,8 +75,14 @@ impl Ready {
         table.check(last.saturating_add(1))?;
         let pages = last.saturating_add(1).min(most.max().unwrap_or(u32::MAX));
         let pool = |rank| {
-            PoolLayout::with_slots(&request.shape, placement, RankId(rank), pages, side.slot.0.saturating_add(1))
-                .map_err(|e| Unsupported { axis: Axis::Size, reason: e.to_string() })
+            PoolLayout::with_slots(
+                &request.shape,
+                placement,
+                RankId(rank),
+                pages,
+                side.slot.0.saturating_add(1),
+            )
+            .map_err(|e| Unsupported { axis: Axis::Size, reason: e.to_string() })
         };
         Ok(Self { table, pools: (0..placement.ranks()).map(pool).collect::<Result<_, _>>()? })
     }
@@ -112,7 +118,8 @@ impl Answer {
                     Slot { rank: dst, slot: request.decode.slot },
                 )?;
                 let plans = [rows, state];
-                let cost = plans.iter().map(|p| Cost::of(p, src_pool, dst_pool)).fold(Cost::default(), Cost::plus);
+                let cost =
+                    plans.iter().map(|p| Cost::of(p, src_pool, dst_pool)).fold(Cost::default(), Cost::plus);
                 if cost.bytes > 0 {
                     moves.push(Move { src, dst, cost, plans });
                 }

@@ -57,8 +57,9 @@ fn answer(args: &PlanArgs) -> Result<Said, Failure> {
     }
     if let Some(file) = &args.svg {
         let drawing = svg::draw(&request, &answer)?;
-        std::fs::write(file, drawing)
-            .map_err(|e| Failure::new(Blame::Environment, format_args!("cannot write {}: {e}", file.display())))?;
+        std::fs::write(file, drawing).map_err(|e| {
+            Failure::new(Blame::Environment, format_args!("cannot write {}: {e}", file.display()))
+        })?;
     }
     let text = match args.json {
         true => json::answer(&request, &answer, args.rows)?,

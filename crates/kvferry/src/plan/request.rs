@@ -122,8 +122,8 @@ impl Request {
     fn from_document(document: Document) -> Result<Self, Failure> {
         let (shape, kv, model) = match document.model_shape {
             ShapeOrText::Text(text) => {
-                let (shape, kv) = shape::parse(&text)
-                    .map_err(|e| Failure::caller(format_args!("model shape {e}")))?;
+                let (shape, kv) =
+                    shape::parse(&text).map_err(|e| Failure::caller(format_args!("model shape {e}")))?;
                 (shape, kv, text)
             }
             ShapeOrText::Shape(shape) => {
@@ -137,7 +137,9 @@ impl Request {
             Tokens::Range { start, end } => TokenRange::new(start, end),
         };
         if tokens.is_empty() || tokens.end > Token(MAX_TOKENS) {
-            return Err(Failure::caller(format_args!("tokens {tokens}: 1 to {MAX_TOKENS} tokens are possible")));
+            return Err(Failure::caller(format_args!(
+                "tokens {tokens}: 1 to {MAX_TOKENS} tokens are possible"
+            )));
         }
         let side = |name, layout, pages: Option<Vec<PageId>>, slot| {
             let pages = match pages {

@@ -52,7 +52,13 @@ pub(super) fn draw(request: &Request, answer: &Answer) -> Result<String, Failure
         (0..shown).map(|r| schematic.rows(side, RankId(r)).len().max(1)).sum::<usize>()
     };
     let most = bands(schematic.src()).max(bands(schematic.dst()));
-    let band = if most > 40 { 6.0 } else if most > 16 { 9.0 } else { 15.0 };
+    let band = if most > 40 {
+        6.0
+    } else if most > 16 {
+        9.0
+    } else {
+        15.0
+    };
     let width = |side| panel_width(&schematic, side);
     let left = Column { schematic: &schematic, side: schematic.src(), decode: false, x: MARGIN, band };
     let right_x = WIDTH - MARGIN - width(schematic.dst());
@@ -92,7 +98,12 @@ pub(super) fn draw(request: &Request, answer: &Answer) -> Result<String, Failure
         let find = |panels: &[Panel], rank| panels.iter().find(|p| p.rank == rank).copied();
         if let (Some(a), Some(b)) = (find(&lefts, m.src), find(&rights, m.dst)) {
             let share = m.cost.bytes as f64 / total.bytes.max(1) as f64;
-            svg.arrow((from, middle(a, &left)), (to, middle(b, &right)), colour(m.src), 1.2 + 5.0 * share.sqrt());
+            svg.arrow(
+                (from, middle(a, &left)),
+                (to, middle(b, &right)),
+                colour(m.src),
+                1.2 + 5.0 * share.sqrt(),
+            );
         }
     }
     for panel in &lefts {
@@ -207,7 +218,9 @@ fn colour(rank: RankId) -> &'static str {
 
 fn layer_span(stage: &[LayerId]) -> String {
     match stage {
-        [first, .., last] if (last.0 - first.0) as usize + 1 == stage.len() => format!("layers {first}–{last}"),
+        [first, .., last] if (last.0 - first.0) as usize + 1 == stage.len() => {
+            format!("layers {first}–{last}")
+        }
         [one] => format!("layer {one}"),
         _ => format!("{} layers", stage.len()),
     }
@@ -259,7 +272,15 @@ impl Svg {
             self.body,
             "<path d=\"M{:.1} {:.1} C{bend:.1} {:.1} {bend:.1} {:.1} {:.1} {:.1}\" fill=\"none\" stroke=\"{stroke}\" \
              stroke-width=\"{width:.1}\" stroke-opacity=\"0.75\"/>\n<path d=\"M{:.1} {:.1} l-{head:.1} -{:.1} v{head:.1} z\" fill=\"{stroke}\"/>",
-            from.0, from.1, from.1, to.1, to.0 - head, to.1, to.0, to.1, head / 2.0
+            from.0,
+            from.1,
+            from.1,
+            to.1,
+            to.0 - head,
+            to.1,
+            to.0,
+            to.1,
+            head / 2.0
         );
     }
 

@@ -3,8 +3,8 @@
 use std::collections::BTreeMap;
 
 use kvferry_plan::{
-    End, LayerId, PageTable, Pair, Part, PartShape, Placement, Plan, RankId, Run, Slot, SlotId, Token, TokenMap,
-    TokenRange, Unsupported,
+    End, LayerId, PageTable, Pair, Part, PartShape, Placement, Plan, RankId, Run, Slot, SlotId, Token,
+    TokenMap, TokenRange, Unsupported,
 };
 
 use super::super::answer::Answer;
@@ -205,7 +205,8 @@ fn cells<'a>(pair: &'a Pair, src: RankId, plan: &'a Plan) -> impl Iterator<Item 
         let heads = (group.slice.src_offset.0 / head..(group.slice.src_offset.0 + group.slice.len.0) / head)
             .map(move |h| first + h as u32);
         let state = group.part.is_state();
-        let tokens: Vec<u64> = plan.group_runs(group).iter().flat_map(Run::expand).map(|(t, ..)| t.0).collect();
+        let tokens: Vec<u64> =
+            plan.group_runs(group).iter().flat_map(Run::expand).map(|(t, ..)| t.0).collect();
         group.layers.iter().flat_map(move |&layer| {
             let tokens = tokens.clone();
             heads.clone().flat_map(move |head| {

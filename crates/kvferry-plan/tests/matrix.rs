@@ -1,0 +1,161 @@
+//! The matrix of layouts in docs/plan.md is what the planner says: each cell is planned for every pair of ranks and its
+//! bytes are counted. `KVFERRY_BLESS=1` writes the page anew.
+
+#![allow(clippy::expect_used, clippy::panic, clippy::unwrap_used)]
+
+use std::fmt::Write;
+use std::path::Path;
+
+use kvferry_plan::*;
+
+const PREFILL: [&str; 11] = [
+    "tp=1",
+    "tp=2",
+    "tp=3",
+    "tp=4",
+    "pp=2",
+    "tp=2,pp=2",
+    "cp=2",
+    "tp=2,dcp=2",
+    "tp=4,dcp=4",
+    "tp=4,shard=on",
+    "cp=2,shard=on",
+];
+const DECODE: [&str; 11] = [
+    "tp=1",
+    "tp=2",
+    "tp=3",
+    "tp=4",
+    "pp=2",
+    "tp=2,dcp=2",
+    "tp=4,dcp=2",
+    "tp=4,dcp=4",
+    "tp=4,dcp=4,interleave=8",
+    "tp=4,shard=on",
+    "cp=2",
+];
+const TOKENS: TokenRange = TokenRange { start: Token(0), end: Token(200) };
+
+#[derive(Clone, Copy, PartialEq)]
+enum Model {
+    Mla,
+    Gqa,
+    Hybrid,
+}
+
+impl Model {
+    fn shape(self) -> CacheShape {
+        match self {
+            Self::Mla => CacheShape::mla(4, 576),
+            Self::Gqa => CacheShape::gqa(4, 8, 128),
+            Self::Hybrid => {
+                let mut shape =
+                    CacheShape { parts: vec![PartShape::rows(Part::Latent, vec![LayerId(3)], 1, 576)] };
+                shape.parts.extend(CacheShape::kda((0..3).map(LayerId).collect(), 32, 128, 4));
+                shape
+            }
+        }
+    }
+}
+
+/// Plans a pair of layouts for every pair of ranks and checks that all bytes come.
+fn serve(shape: &CacheShape, src: &LayoutSpec, dst: &LayoutSpec) -> Result<(), String> {
+    let place = |spec: &LayoutSpec| spec.placement(shape, Dtype::Bf16).map_err(|_| "layout".to_owned());
+    let pair = Pair::new(shape.clone(), place(src)?, place(dst)?).map_err(|e| e.axis.to_string())?;
+    let table = PageTable::identity(50);
+    for d in (0..pair.dst().ranks()).map(RankId) {
+        let dst = End { rank: d, table: &table };
+        let (mut rows, mut state) = (0, 0);
+        for s in (0..pair.src().ranks()).map(RankId) {
+            let slot = |rank| Slot { rank, slot: SlotId(0) };
+            rows += pair
+                .plan(End { rank: s, table: &table }, dst, TOKENS)
+                .map_err(|e| e.axis.to_string())?
+                .bytes()
+                .0;
+            state += pair.state(slot(s), slot(d)).map_err(|e| e.axis.to_string())?.bytes().0;
+        }
+        assert_eq!(
+            (Bytes(rows), Bytes(state)),
+            (pair.granted_bytes(dst, TOKENS).unwrap(), pair.state_bytes(d))
+        );
+    }
+    Ok(())
+}
+
+/// Whether SGLang 0.5.23 pairs the two, by its source.
+fn upstream(model: Model, src: &LayoutSpec, dst: &LayoutSpec) -> bool {
+    let stages = |spec: &LayoutSpec| match &spec.layers {
+        LayerSplit::Stages(n) => *n,
+        LayerSplit::Explicit(stages) => stages.len() as u32,
+    };
+    // Its heads (8 and 32 here) are split evenly or not at all.
+    let even = model == Model::Mla || (8_u32.is_multiple_of(src.tp) && 8_u32.is_multiple_of(dst.tp));
+    let divides = even && (src.tp.is_multiple_of(dst.tp) || dst.tp.is_multiple_of(src.tp));
+    let pipeline = stages(dst) == 1 || stages(dst) == stages(src);
+    let dcp = match (src.dcp, dst.dcp) {
+        (a, b) if a == b => a == 1 || (src.tp, src.interleave) == (dst.tp, dst.interleave),
+        (1, _) => model != Model::Gqa && src.cp == 1 && !src.shard && dst.interleave == 1,
+        _ => false,
+    };
+    let shard = match (src.shard, src.cp) {
+        (false, _) => true,
+        (true, 1) => model == Model::Mla && src.tp == dst.tp && dst.dcp == 1,
+        (true, _) => model != Model::Hybrid && dst.dcp == 1,
+    };
+    dst.cp == 1 && !dst.shard && divides && pipeline && dcp && shard
+}
+
+fn matrix() -> String {
+    let mut text = String::new();
+    for (model, title) in [
+        (Model::Mla, "MLA: latent rows"),
+        (Model::Gqa, "GQA: 8 key/value heads"),
+        (Model::Hybrid, "Hybrid: MLA layers and KDA layers with per-request state"),
+    ] {
+        let _ = writeln!(
+            text,
+            "### {title}\n\n| prefill ↓ decode → | {} |",
+            DECODE.map(|d| format!("`{d}`")).join(" | ")
+        );
+        let _ = writeln!(text, "|---|{}", ":-:|".repeat(DECODE.len()));
+        for prefill in PREFILL {
+            let _ = write!(text, "| `{prefill}` |");
+            for decode in DECODE {
+                let (src, dst): (LayoutSpec, LayoutSpec) =
+                    (prefill.parse().unwrap(), decode.parse().unwrap());
+                let served = serve(&model.shape(), &src, &dst);
+                let cell = match (served, upstream(model, &src, &dst)) {
+                    (Ok(()), true) => "●",
+                    (Ok(()), false) => "○",
+                    (Err(axis), upstream) => {
+                        assert!(!upstream, "{prefill} to {decode}: upstream serves it, we refuse: {axis}");
+                        &axis.clone()
+                    }
+                };
+                let _ = write!(text, " {cell} |");
+            }
+            text.push('\n');
+        }
+        text.push('\n');
+    }
+    text
+}
+
+#[test]
+fn the_page_shows_what_the_planner_serves() {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/plan.md");
+    let page = std::fs::read_to_string(&path).unwrap();
+    let (begin, end) = ("<!-- matrix: begin -->\n", "<!-- matrix: end -->");
+    let (before, rest) = page.split_once(begin).expect("the page has a matrix");
+    let (shown, after) = rest.split_once(end).expect("the matrix ends");
+    let matrix = matrix();
+    if std::env::var_os("KVFERRY_BLESS").is_some() {
+        std::fs::write(&path, format!("{before}{begin}{matrix}{end}{after}")).unwrap();
+        return;
+    }
+    assert!(
+        shown == matrix,
+        "docs/plan.md is stale; run: KVFERRY_BLESS=1 cargo test -p kvferry-plan --test matrix"
+    );
+}
