@@ -73,22 +73,24 @@ impl Assembly {
         }
         cover.check(source, chunk)?;
         let mut verdict = Accepted::Repeat;
-        for (part, run) in listed(cover) {
+        for (part, runs) in listed(cover) {
             let known = holders(pair, source, part).and_then(|h| self.runs.get(&h));
             let Some(known) = known else { return Err(CoverageError::Foreign { source_rank, part }) };
-            let (start, end) = (run.start.0, run.end.0);
-            // Known runs are disjoint: of those that start before this one ends, only the last can reach into it.
-            match known.range(..end).next_back() {
-                Some((&s, &(e, other))) if (s, e, other) != (start, end, source) && e > start => {
-                    return Err(CoverageError::Taken { source_rank, part, run, other });
+            for &run in runs {
+                let (start, end) = (run.start.0, run.end.0);
+                // Known runs are disjoint: of those that start before this one ends, only the last can reach into it.
+                match known.range(..end).next_back() {
+                    Some((&s, &(e, other))) if (s, e, other) != (start, end, source) && e > start => {
+                        return Err(CoverageError::Taken { source_rank, part, run, other });
+                    }
+                    Some((&s, &(e, _))) if (s, e) == (start, end) => {}
+                    _ => verdict = Accepted::New,
                 }
-                Some((&s, &(e, _))) if (s, e) == (start, end) => {}
-                _ => verdict = Accepted::New,
             }
         }
-        for (part, run) in listed(cover) {
+        for (part, runs) in listed(cover) {
             if let Some(known) = holders(pair, source, part).and_then(|h| self.runs.get_mut(&h)) {
-                known.insert(run.start.0, (run.end.0, source));
+                known.extend(runs.iter().map(|run| (run.start.0, (run.end.0, source))));
             }
         }
         Ok(verdict)
@@ -119,10 +121,10 @@ impl Assembly {
     }
 }
 
-/// (part, run) of everything that a cover lists.
-fn listed(cover: &Cover) -> impl Iterator<Item = (Part, TokenRange)> + '_ {
-    let parts = cover.0.iter().flat_map(|c| c.parts.iter().map(move |part| (*part, &c.runs)));
-    parts.flat_map(|(part, runs)| runs.iter().map(move |run| (part, *run)))
+/// Every part that a cover lists, with its runs. Those without runs say nothing.
+fn listed(cover: &Cover) -> impl Iterator<Item = (Part, &[TokenRange])> {
+    let told = cover.0.iter().filter(|c| !c.runs.is_empty());
+    told.flat_map(|c| c.parts.iter().map(move |part| (*part, c.runs.as_slice())))
 }
 
 /// Whom a rank shares its tokens of a part with; `None` if it holds nothing of the part.

@@ -36,12 +36,14 @@ impl Holding {
     }
 
     /// The first token of page `ordinal`; past what 64 bits count, the largest number.
+    #[inline(always)]
     fn first_token(self, ordinal: u64) -> u64 {
         let local = ordinal.saturating_mul(u64::from(self.page_size));
         self.tokens.token(local, self.class).map_or(u64::MAX, |token| token.0)
     }
 
     /// The local page of entry `page` of a table, if this rank holds it.
+    #[inline(always)]
     fn local_page(self, page: PageId) -> Option<u32> {
         match self.tokens {
             TokenMap::PageSharded { ranks } => {
@@ -141,6 +143,7 @@ impl Pages<'_> {
 impl Iterator for Pages<'_> {
     type Item = Extent;
 
+    #[inline(always)]
     fn next(&mut self) -> Option<Extent> {
         while let Some((page, rest)) = self.pages.split_first() {
             let (ordinal, start) = (self.ordinal, self.next_token);
@@ -157,7 +160,7 @@ impl Iterator for Pages<'_> {
             return Some(Extent {
                 start: start.max(self.tokens.start.0),
                 end: self.next_token.min(self.tokens.end.0),
-                shift: (u64::from(page) * size).wrapping_sub(ordinal.wrapping_mul(size)),
+                shift: u64::from(page).wrapping_sub(ordinal).wrapping_mul(size),
             });
         }
         None

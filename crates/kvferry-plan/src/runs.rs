@@ -193,6 +193,7 @@ impl Cell {
 
     /// Appends the blocks that touch the cell: at most three runs, because only its first and its last block can
     /// be cut.
+    #[inline(always)]
     fn take(&self, b: &Blocks, ahead: &mut Ahead, runs: &mut Vec<Run>) {
         let Some(reach) = (self.end - 1).checked_sub(b.token) else { return };
         let last = reach / b.token_step;
@@ -216,6 +217,16 @@ impl Cell {
         let head = self.start.saturating_sub(b.token + first * b.token_step);
         // What the last block has beyond the end of the cell.
         let tail = b.block.saturating_sub(within + 1);
+        if head == 0 && tail == 0 && first < last {
+            // The common case: pages of whole steps.
+            return runs.push(Run {
+                token_step: b.token_step,
+                src_step: b.src_step,
+                dst_step: b.dst_step,
+                blocks: last - first + 1,
+                ..piece(first, 0, b.block)
+            });
+        }
         if first == last {
             return runs.push(piece(first, head, b.block - head - tail));
         }

@@ -1,7 +1,7 @@
 //! The planner's answer for every pair of ranks.
 
 use kvferry_plan::{
-    Axis, Bytes, End, PageTable, Pair, Placement, Plan, PoolLayout, RankId, Slot, TokenMap, Unsupported,
+    Axis, Bytes, End, PageTable, Pair, Placement, Plan, PoolLayout, RankId, Slot, Unsupported,
 };
 
 use super::request::{Request, Side};
@@ -66,14 +66,9 @@ struct Ready {
 impl Ready {
     fn new(request: &Request, side: &Side, placement: &Placement) -> Result<Self, Unsupported> {
         let table = side.pages.table(placement, request.tokens);
-        let sharded = |ranks| if ranks > 0 { u32::MAX / ranks } else { u32::MAX };
-        let most = placement.parts.iter().map(|layout| match layout.tokens {
-            TokenMap::PageSharded { ranks } => sharded(ranks),
-            _ => u32::MAX,
-        });
-        let last = table.0.iter().map(|page| page.0).max().unwrap_or(0);
-        table.check(last.saturating_add(1))?;
-        let pages = last.saturating_add(1).min(most.max().unwrap_or(u32::MAX));
+        // Nothing is allocated: the pools only have to reach the last page.
+        let pages = table.0.iter().map(|page| page.0).max().unwrap_or(0).saturating_add(1);
+        table.check(pages)?;
         let pool = |rank| {
             PoolLayout::with_slots(
                 &request.shape,
