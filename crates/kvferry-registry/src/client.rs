@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use kvferry_plan::{Blame, InstanceId};
-use reqwest::{Method, StatusCode};
+use reqwest::{Method, StatusCode, Url};
 use serde::{Serialize, de::DeserializeOwned};
 use tokio::{sync::watch, task::JoinHandle, time::sleep};
 
@@ -53,7 +53,8 @@ impl ClientError {
     }
 
     fn is_final(&self) -> bool {
-        matches!(self, Self::Refused { status, .. } if [400, 409].contains(status))
+        // Asking again with the same words helps against neither; 404 is no registry at all.
+        matches!(self, Self::Refused { status, .. } if (400..500).contains(status) && ![408, 429].contains(status))
     }
 }
 
@@ -88,7 +89,7 @@ impl Client {
     /// # Errors
     /// As the registry refuses, or [`ClientError::Unreachable`].
     pub async fn register(&self, member: &Member) -> Result<Granted, ClientError> {
-        self.json(Method::PUT, &format!("/v1/members/{}", member.instance), Some(member)).await
+        self.json(Method::PUT, &[&member.instance.0], Some(member)).await
     }
 
     /// Renews the lease of `member` once.
@@ -97,7 +98,7 @@ impl Client {
     /// As the registry refuses (404: register again), or [`ClientError::Unreachable`].
     pub async fn heartbeat(&self, member: &Member) -> Result<Granted, ClientError> {
         let beat = Heartbeat { incarnation: member.incarnation };
-        self.json(Method::POST, &format!("/v1/members/{}/heartbeat", member.instance), Some(&beat)).await
+        self.json(Method::POST, &[&member.instance.0, "heartbeat"], Some(&beat)).await
     }
 
     /// Ends the membership of `member`.
@@ -106,7 +107,7 @@ impl Client {
     /// [`ClientError::Unreachable`].
     pub async fn deregister(&self, member: &Member) -> Result<(), ClientError> {
         let beat = Heartbeat { incarnation: member.incarnation };
-        self.send(Method::DELETE, &format!("/v1/members/{}", member.instance), Some(&beat)).await.map(drop)
+        self.send(Method::DELETE, &[&member.instance.0], Some(&beat)).await.map(drop)
     }
 
     /// Everybody who is there.
@@ -114,7 +115,7 @@ impl Client {
     /// # Errors
     /// [`ClientError::Unreachable`].
     pub async fn members(&self) -> Result<Vec<Member>, ClientError> {
-        Ok(self.json::<Members>(Method::GET, "/v1/members", None::<&()>).await?.members)
+        Ok(self.json::<Members>(Method::GET, &[], None::<&()>).await?.members)
     }
 
     /// The member of that name, if it is there.
@@ -172,19 +173,24 @@ impl Client {
     async fn json<T: DeserializeOwned>(
         &self,
         method: Method,
-        path: &str,
+        below: &[&str],
         body: Option<&impl Serialize>,
     ) -> Result<T, ClientError> {
-        self.send(method, path, body).await?.json().await.map_err(|e| self.unreachable(&e))
+        self.send(method, below, body).await?.json().await.map_err(|e| self.unreachable(&e))
     }
 
     async fn send(
         &self,
         method: Method,
-        path: &str,
+        below: &[&str],
         body: Option<&impl Serialize>,
     ) -> Result<reqwest::Response, ClientError> {
-        let mut request = self.http.request(method, format!("{}{path}", self.url));
+        let mut url =
+            Url::parse(&self.url).map_err(|e| ClientError::Address(format!("{}: {e}", self.url)))?;
+        if let Ok(mut segments) = url.path_segments_mut() {
+            segments.pop_if_empty().extend(["v1", "members"]).extend(below);
+        }
+        let mut request = self.http.request(method, url);
         if let Some(body) = body {
             request = request.json(body);
         }

@@ -6,7 +6,7 @@
 //!
 //! | request | answer |
 //! |---|---|
-//! | `PUT /v1/members/{instance}` with a [`Member`] | 200 [`Granted`]; 409 when an older start, or another record, asks |
+//! | `PUT /v1/members/{instance}` with a [`Member`] | 200 [`Granted`]; 400 when it makes no sense; 409 when an older start, another record, or another role asks |
 //! | `POST /v1/members/{instance}/heartbeat` with a [`Heartbeat`] | 200 [`Granted`]; 404: register again |
 //! | `GET /v1/members` | 200 [`Members`] |
 //! | `DELETE /v1/members/{instance}` with a [`Heartbeat`] | 204, also when nobody was there |
@@ -29,7 +29,7 @@ mod store;
 pub use client::{Client, ClientError, Registration, State};
 #[cfg(feature = "client")]
 pub use http::loopback_http;
-pub use member::{Granted, Heartbeat, Member, Members, Problem, Role, loopback_url};
+pub use member::{Granted, Heartbeat, Member, Members, Problem, Role, check_instance, loopback_url};
 #[cfg(feature = "server")]
 pub use server::{BindError, bind_loopback, router};
 pub use store::{LEASE, Refusal, Store};

@@ -28,7 +28,7 @@ impl fmt::Display for Role {
 /// One running instance.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Member {
-    /// Its name, the same over restarts: 1 to 64 letters, digits, `.`, `_`, `-`.
+    /// Its name, the same over restarts; see [`check_instance`].
     pub instance: InstanceId,
     /// This start of it.
     pub incarnation: Incarnation,
@@ -52,13 +52,7 @@ impl Member {
     /// # Errors
     /// Says which field is wrong and what it should look like.
     pub fn check(&self) -> Result<(), String> {
-        let name = &self.instance.0;
-        let allowed = |c: char| c.is_ascii_alphanumeric() || "._-".contains(c);
-        if name.is_empty() || name.len() > 64 || !name.chars().all(allowed) {
-            return Err(format!(
-                "instance {name:?} is not a name: use 1 to 64 letters, digits, `.`, `_` or `-`"
-            ));
-        }
+        check_instance(&self.instance.0)?;
         loopback_url(&self.http).map_err(|e| format!("http: {e}"))?;
         match SocketAddr::from_str(&self.control) {
             Ok(at) if at.ip().is_loopback() => Ok(()),
@@ -68,6 +62,28 @@ impl Member {
             Err(_) => Err(format!("control: {:?} is not ADDRESS:PORT", self.control)),
         }
     }
+}
+
+/// Checks the name of an instance: 1 to 64 letters, digits, `.`, `_` or `-`, the first a letter or digit, so that it
+/// is one segment of a path.
+///
+/// # Errors
+/// Says the rule.
+///
+/// ```
+/// use kvferry_registry::check_instance;
+/// assert!(check_instance("decode-0").is_ok());
+/// assert!(check_instance("../x").unwrap_err().contains("letters"));
+/// ```
+pub fn check_instance(name: &str) -> Result<(), String> {
+    let allowed = |c: char| c.is_ascii_alphanumeric() || "._-".contains(c);
+    let begins = name.starts_with(|c: char| c.is_ascii_alphanumeric());
+    if begins && name.len() <= 64 && name.chars().all(allowed) {
+        return Ok(());
+    }
+    Err(format!(
+        "instance {name:?} is not a name: use 1 to 64 letters, digits, `.`, `_` or `-`, beginning with a letter or digit"
+    ))
 }
 
 /// The address of a loopback URL `http://127.0.0.1:PORT`; `localhost` counts as 127.0.0.1.

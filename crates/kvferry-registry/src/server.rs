@@ -3,7 +3,7 @@
 use std::{
     net::SocketAddr,
     sync::{Arc, Mutex, PoisonError},
-    time::Instant,
+    time::{Instant, SystemTime, UNIX_EPOCH},
 };
 
 use axum::{
@@ -73,6 +73,13 @@ fn locked<T>(store: &Shared, act: impl FnOnce(&mut Store) -> T) -> T {
     act(&mut store.lock().unwrap_or_else(PoisonError::into_inner))
 }
 
+/// This machine's clock, in milliseconds since 1970.
+fn clock_ms() -> u64 {
+    SystemTime::now()
+        .duration_since(UNIX_EPOCH)
+        .map_or(0, |d| u64::try_from(d.as_millis()).unwrap_or(u64::MAX))
+}
+
 async fn list(State(store): State<Shared>) -> Json<Members> {
     Json(Members { members: locked(&store, |s| s.members(Instant::now())) })
 }
@@ -87,7 +94,7 @@ async fn register(
         let text = format!("the path names {instance:?}, the record {:?}", member.instance.0);
         return Err(Refusal::Malformed(text).into());
     }
-    Ok(Json(locked(&store, |s| s.register(member, Instant::now()))?))
+    Ok(Json(locked(&store, |s| s.register(member, Instant::now(), clock_ms()))?))
 }
 
 async fn heartbeat(
@@ -110,28 +117,33 @@ async fn deregister(
 }
 
 /// A refusal on its way out.
-struct Refused(Refusal);
+struct Refused(StatusCode, Refusal);
 
 impl From<Refusal> for Refused {
     fn from(refusal: Refusal) -> Self {
-        Self(refusal)
+        let status = match refusal {
+            Refusal::Changed { .. } | Refusal::Role { .. } | Refusal::Stale { .. } => StatusCode::CONFLICT,
+            Refusal::Full => StatusCode::SERVICE_UNAVAILABLE,
+            Refusal::Future { .. } | Refusal::Malformed(_) => StatusCode::BAD_REQUEST,
+            Refusal::Unknown(_) => StatusCode::NOT_FOUND,
+        };
+        Self(status, refusal)
     }
 }
 
 impl From<JsonRejection> for Refused {
     fn from(rejection: JsonRejection) -> Self {
-        Self(Refusal::Malformed(rejection.body_text()))
+        let status = match rejection.status() {
+            StatusCode::PAYLOAD_TOO_LARGE => StatusCode::PAYLOAD_TOO_LARGE,
+            _ => StatusCode::BAD_REQUEST,
+        };
+        Self(status, Refusal::Malformed(rejection.body_text()))
     }
 }
 
 impl IntoResponse for Refused {
     fn into_response(self) -> Response {
-        let status = match self.0 {
-            Refusal::Changed { .. } | Refusal::Stale { .. } => StatusCode::CONFLICT,
-            Refusal::Full => StatusCode::SERVICE_UNAVAILABLE,
-            Refusal::Malformed(_) => StatusCode::BAD_REQUEST,
-            Refusal::Unknown(_) => StatusCode::NOT_FOUND,
-        };
-        (status, Json(Problem { error: self.0.to_string(), blame: self.0.blame() })).into_response()
+        let Self(status, refusal) = self;
+        (status, Json(Problem { error: refusal.to_string(), blame: refusal.blame() })).into_response()
     }
 }

@@ -7,12 +7,14 @@ use std::{
 
 use kvferry_plan::{Blame, Incarnation, InstanceId};
 
-use crate::{Granted, Member};
+use crate::{Granted, Member, Role};
 
 /// Default lease: four heartbeats.
 pub const LEASE: Duration = Duration::from_secs(2);
 /// How long the incarnation of a member that left is remembered, so that an older start is still refused.
 const MEMORY: Duration = Duration::from_secs(600);
+/// How far ahead of the registry's clock a start may claim to lie, in milliseconds.
+const AHEAD_MS: u64 = 5 * 60 * 1000;
 /// Names that are remembered at a time.
 const LIMIT: usize = 4096;
 
@@ -34,9 +36,34 @@ pub enum Refusal {
     /// Too many names.
     #[error("{LIMIT} instances are registered already; stop some, or use a second registry")]
     Full,
+    /// A start that lies in the future would keep every later one out.
+    #[error(
+        "instance {instance} claims to have started {} s after the registry's clock; set the clock of the machine and \
+         start it again",
+        ahead.as_secs()
+    )]
+    Future {
+        /// The name.
+        instance: InstanceId,
+        /// By how much.
+        ahead: Duration,
+    },
     /// The record makes no sense.
     #[error("{0}")]
     Malformed(String),
+    /// The name belongs to an instance that does something else.
+    #[error(
+        "instance {instance} is registered as {registered} and its lease runs; {offered} needs another name, or has to \
+         wait until it is gone"
+    )]
+    Role {
+        /// The name.
+        instance: InstanceId,
+        /// What the member does.
+        registered: Role,
+        /// What the one that asked does.
+        offered: Role,
+    },
     /// A newer start of the same name was seen.
     #[error(
         "instance {instance} is registered with incarnation {registered}; the older incarnation {offered} is \
@@ -60,10 +87,12 @@ impl Refusal {
     #[must_use]
     pub fn blame(&self) -> Blame {
         match self {
-            Self::Changed { .. } | Self::Malformed(_) | Self::Stale { .. } | Self::Unknown(_) => {
-                Blame::Caller
-            }
-            Self::Full => Blame::Environment,
+            Self::Changed { .. }
+            | Self::Malformed(_)
+            | Self::Role { .. }
+            | Self::Stale { .. }
+            | Self::Unknown(_) => Blame::Caller,
+            Self::Full | Self::Future { .. } => Blame::Environment,
         }
     }
 }
@@ -103,15 +132,29 @@ impl Store {
         Self { lease, entries: BTreeMap::new() }
     }
 
-    /// Registers `member`, or renews it when the same record is there already.
+    /// Registers `member`, or renews it when the same record is there already. `clock_ms` is the registry's clock in
+    /// milliseconds since 1970, which starts are measured against; leases run by `now`.
     ///
     /// # Errors
     /// [`Refusal::Stale`] when a newer start of that name was seen, even if it has left; [`Refusal::Changed`]
-    /// when the same start registered something else; [`Refusal::Malformed`]; [`Refusal::Full`].
-    pub fn register(&mut self, member: Member, now: Instant) -> Result<Granted, Refusal> {
+    /// when the same start registered something else; [`Refusal::Role`] when a member of another role has the name;
+    /// [`Refusal::Future`] when the start lies more than five minutes ahead; [`Refusal::Malformed`];
+    /// [`Refusal::Full`].
+    pub fn register(&mut self, member: Member, now: Instant, clock_ms: u64) -> Result<Granted, Refusal> {
         member.check().map_err(Refusal::Malformed)?;
+        let ahead = member.incarnation.started_ms.saturating_sub(clock_ms);
+        if ahead > AHEAD_MS {
+            return Err(Refusal::Future { instance: member.instance, ahead: Duration::from_millis(ahead) });
+        }
         self.forget(now);
         if let Some(entry) = self.entries.get(&member.instance) {
+            if entry.alive(now) && member.role != entry.member.role {
+                return Err(Refusal::Role {
+                    instance: member.instance,
+                    registered: entry.member.role,
+                    offered: member.role,
+                });
+            }
             let registered = entry.member.incarnation;
             if member.incarnation < registered {
                 return Err(Refusal::Stale {

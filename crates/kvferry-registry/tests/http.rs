@@ -92,6 +92,30 @@ async fn the_registry_may_start_later_and_may_forget() {
 }
 
 #[tokio::test]
+async fn what_cannot_get_better_is_not_tried_again() {
+    let (listener, url) = listen().await;
+    start(listener, Duration::from_secs(2));
+    // A name that is no path segment is one all the same, and refused by its rule.
+    for name in ["../x", "a/b", "a b"] {
+        let odd = Member { instance: InstanceId(name.into()), ..member(5) };
+        let reason =
+            timeout(SOON, Client::new(&url).unwrap().keep(odd).registered()).await.unwrap().unwrap_err();
+        assert!(reason.contains("letters"), "{name}: {reason}");
+    }
+    let future = Client::new(&url).unwrap().keep(member(u64::MAX));
+    let reason = timeout(SOON, future.registered()).await.unwrap().unwrap_err();
+    assert!(reason.contains("clock"), "{reason}");
+
+    // Something else than a registry.
+    let listener = bind_loopback("127.0.0.1:0".parse().unwrap()).await.unwrap();
+    let other = format!("http://{}", listener.local_addr().unwrap());
+    tokio::spawn(async move { axum::serve(listener, axum::Router::new()).await.unwrap() });
+    let reason =
+        timeout(SOON, Client::new(&other).unwrap().keep(member(5)).registered()).await.unwrap().unwrap_err();
+    assert!(reason.contains("404"), "{reason}");
+}
+
+#[tokio::test]
 async fn only_loopback() {
     let refused = bind_loopback("0.0.0.0:0".parse().unwrap()).await.unwrap_err();
     assert!(matches!(refused, BindError::NotLoopback(_)));
@@ -120,4 +144,5 @@ async fn bodies_that_are_not_members_are_answered() {
         assert_eq!(problem["blame"], "caller");
         assert!(!problem["error"].as_str().unwrap().is_empty());
     }
+    assert_eq!(put("/v1/members/prefill-0", " ".repeat(3 << 20)).await.unwrap().status(), 413);
 }
