@@ -27,6 +27,8 @@ pub struct Ledger {
     pub accepted: u64,
     /// Ended rooms that are remembered.
     pub tombstones: u64,
+    /// Faults committed on purpose since the start, over all transports; one a room at most.
+    pub faults: u64,
     /// Rooms completed since the start.
     pub completed: u64,
     /// Rooms that failed since the start, by kind of cause.

@@ -159,6 +159,7 @@ impl Node {
             ledger.jobs += stats.jobs;
             ledger.links += stats.links;
             ledger.accepted += stats.connections;
+            ledger.faults += stats.faults;
         }
         ledger
     }

@@ -5,6 +5,7 @@ use std::{ffi::OsString, net::SocketAddr, path::PathBuf};
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use kvferry_engine::{Attention, EngineConfig, math::Arith};
 use kvferry_plan::{Dtype, LayerSplit, LayoutSpec};
+use kvferry_registry::check_instance;
 use kvferry_transport::{Inject, TransportKind};
 
 use crate::{bench::BenchCommand, model::ModelRef, plan::PlanArgs};
@@ -84,7 +85,7 @@ pub(crate) struct EngineArgs {
     /// Longest sequence, prompt and answer together; the model's own limit when left out
     #[arg(long, value_name = "TOKENS", help_heading = "Engine")]
     pub(crate) max_model_len: Option<u32>,
-    /// Tokens that each KV pool holds
+    /// Tokens that each KV pool holds; the demo uses no more than its longest sequence
     #[arg(long, value_name = "TOKENS", help_heading = "Engine")]
     pub(crate) pool_tokens: Option<u64>,
     /// Accepted for scripts: there is no prefix cache yet, every prompt is computed
@@ -146,7 +147,7 @@ pub(crate) struct ServeArgs {
     #[arg(long, value_name = "URL", required_if_eq_any([("role", "prefill"), ("role", "decode")]))]
     pub(crate) registry: Option<String>,
     /// Name of the instance, the same over restarts; the role and `-0` when left out
-    #[arg(long, value_name = "NAME")]
+    #[arg(long, value_name = "NAME", value_parser = instance)]
     pub(crate) instance: Option<String>,
     /// smollm2, a GGUF file, a Hugging Face folder, hf:owner/repo/file, or embedded:llama_tiny
     #[arg(long, value_name = "MODEL", default_value = "smollm2")]
@@ -244,6 +245,9 @@ pub(crate) enum RoleArg {
 
 /// A layout, if everything that it says is built.
 fn layout(text: &str) -> Result<LayoutSpec, String> {
+    if text.split(',').any(|item| item.trim().is_empty()) {
+        return Err("a part between commas is empty; write KEY=VALUE,..., for example tp=2,page=16".into());
+    }
     let spec: LayoutSpec = text.parse().map_err(|e: kvferry_plan::SpecError| e.to_string())?;
     let unbuilt = match &spec {
         LayoutSpec { layers: LayerSplit::Explicit(_), .. } => Some("layers"),
@@ -260,6 +264,10 @@ fn layout(text: &str) -> Result<LayoutSpec, String> {
             "`{key}` is not built yet; what works today: tp, dcp, interleave, page, kv=f32, kv=bf16"
         )),
     }
+}
+
+fn instance(name: &str) -> Result<String, String> {
+    check_instance(name).map(|()| name.to_owned())
 }
 
 fn dtype(text: &str) -> Result<Dtype, String> {

@@ -27,7 +27,7 @@ fn main() -> ExitCode {
     tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).init();
     // The TLS library asks for its cryptography before the first connection; nobody else has chosen one.
     let _ = rustls::crypto::ring::default_provider().install_default();
-    match run(cli.command) {
+    match run(cli.command).and_then(|code| terminal::written().map(|()| code)) {
         Ok(code) => code,
         Err(failure) => {
             terminal::complain(&failure);

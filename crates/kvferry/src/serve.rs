@@ -18,7 +18,7 @@ use crate::{
 };
 
 /// Pool of an instance that was not told how large it should be.
-const POOL_TOKENS: u64 = 4096;
+pub(crate) const POOL_TOKENS: u64 = 4096;
 /// How long a process whose parent is gone may take to end in order.
 const ORPHAN: Duration = Duration::from_secs(2);
 

@@ -2,10 +2,16 @@
 
 use std::{
     fmt,
-    io::{IsTerminal, Write},
+    io::{ErrorKind, IsTerminal, Write},
+    sync::OnceLock,
 };
 
+use kvferry_plan::Blame;
+
 use crate::failure::Failure;
+
+/// Why stdout could not be written, once it could not.
+static LOST: OnceLock<String> = OnceLock::new();
 
 /// A look.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -32,10 +38,25 @@ pub(crate) fn styled(look: Look, text: impl fmt::Display) -> String {
     format!("\x1b[{code}m{text}\x1b[0m")
 }
 
-/// Writes without a line end, at once. A reader that has gone away is not an error: exit codes tell the result.
+/// Writes without a line end, at once. A reader that has gone away is not an error: exit codes tell the result. Any
+/// other error is kept for [`written`].
 pub(crate) fn piece(text: impl fmt::Display) {
     let mut out = std::io::stdout().lock();
-    let _ = write!(out, "{text}").and_then(|()| out.flush());
+    if let Err(error) = write!(out, "{text}").and_then(|()| out.flush())
+        && error.kind() != ErrorKind::BrokenPipe
+    {
+        LOST.get_or_init(|| error.to_string());
+    }
+}
+
+/// Whether everything that was written to stdout arrived there.
+pub(crate) fn written() -> Result<(), Failure> {
+    LOST.get().map_or(Ok(()), |why| {
+        Err(Failure::new(
+            Blame::Environment,
+            format!("what was found could not be written to standard output: {why}"),
+        ))
+    })
 }
 
 /// Writes a line.

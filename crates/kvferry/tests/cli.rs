@@ -68,6 +68,10 @@ fn numbers_and_files_that_cannot_be() {
         &["--prompt-tokens", &file("vocabulary.json", "[1, 512]")],
         &["--max-model-len", "64", "--prompt-tokens", long.to_str().unwrap()],
         &["--max-model-len", "1000000"],
+        &["--max-model-len", "4294967295"],
+        &["--decode", ","],
+        &["--decode", "tp=1,kv=bf16"],
+        &["--pool-tokens", "1"],
     ];
     let mut all: Vec<String> = cases.iter().map(|more| said(&[&tiny, *more].concat())).collect();
     for model in
@@ -86,6 +90,17 @@ fn numbers_and_files_that_cannot_be() {
         "--registry",
         "http://10.0.0.1:1",
     ]));
+    for name in ["", "../x", "a/b", "a b", ".."] {
+        all.push(said(&[
+            "serve",
+            "--role",
+            "decode",
+            "--registry",
+            "http://127.0.0.1:1",
+            "--instance",
+            name,
+        ]));
+    }
     for text in &all {
         assert!(!text.starts_with("exit 0") && !text.contains("panicked"), "{text}");
     }

@@ -121,14 +121,47 @@ fn without_digests_the_comparison_finds_injected_faults() {
 }
 
 #[test]
-fn a_cache_of_another_type_is_refused_at_pairing_by_field() {
-    let run = demo(&[&["--prefill", "tp=2,kv=bf16", "--decode", "tp=1,kv=f32"]]);
+fn a_fault_that_changes_nothing_is_not_called_proven() {
+    // From one rank to one rank there are no two ranks to exchange.
+    for transport in ["tcp", "shm"] {
+        let more = ["--prefill", "tp=1", "--decode", "tp=1", "--inject", "swap-rank", "--max-tokens", "2"];
+        let run = demo(&[&more, &["--transport", transport]]);
+        assert_eq!(run.code, Some(1), "{}", run.all());
+        let report = run.json();
+        assert_eq!((&report["proven"], &report["bit_equal"]), (&false.into(), &true.into()), "{report:#}");
+        let finding = &report["findings"][0];
+        assert_eq!(finding["kind"], "fault_not_committed", "{report:#}");
+        let text = finding["text"].as_str().unwrap();
+        assert!(text.starts_with("the fault could not be committed: swap-rank: "), "{text}");
+    }
+}
+
+#[test]
+fn pools_are_no_larger_than_a_sequence_can_be() {
+    let most = u32::MAX.to_string();
+    let short = ["--max-model-len", "48"];
+    for huge in [["--max-tokens", &most], ["--pool-tokens", "4000000000"]] {
+        let report = assert_proven(&demo(&[&short, &huge, &["--ignore-eos"]]));
+        // 41 tokens of 48 are the prompt.
+        assert!(report["generated"].as_array().unwrap().len() <= 7, "{report:#}");
+    }
+}
+
+#[test]
+fn a_document_with_a_byte_order_mark_is_read() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("bom.json");
+    std::fs::write(&path, "\u{feff}[1, 2, 3]").unwrap();
+    let report = assert_proven(&demo(&[&["--max-tokens", "1", "--prompt-tokens", path.to_str().unwrap()]]));
+    assert_eq!(report["prompts"][0]["prompt_tokens"], 3);
+}
+
+#[test]
+fn a_report_that_cannot_be_written_is_a_failure() {
+    let full = std::fs::File::options().write(true).open("/dev/full").unwrap();
+    let run = finish(command(&[&TINY[..], &["--max-tokens", "1"]].concat()).stdout(full).output().unwrap());
     assert_eq!(run.code, Some(1), "{}", run.all());
-    let report = run.json();
-    let finding = &report["findings"][0];
-    assert_eq!(finding["blame"], "peer_incompatible", "{report:#}");
-    let text = finding["text"].as_str().unwrap();
-    assert!(text.contains("key.dtype") && text.contains("f32") && text.contains("bf16"), "{text}");
+    assert!(run.stderr.contains("standard output"), "{}", run.stderr);
 }
 
 #[test]
@@ -147,6 +180,8 @@ fn people_see_the_text_the_table_and_the_verdict() {
         assert!(run.stdout.contains(part), "{part}\n{}", run.stdout);
     }
     assert_eq!(run.stderr, "");
+    // Four tokens of a tiny model come in one burst, which is no rate.
+    assert!(!run.stdout.contains("tokens per second"), "{}", run.stdout);
     let run = kvferry(&["demo", "--model", "embedded:llama_tiny", "--inject", "flip-byte"]);
     assert_eq!(run.code, Some(1));
     for part in ["tokens equal: no", "finding: ", "NOT proven equal"] {

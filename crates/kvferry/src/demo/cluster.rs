@@ -4,7 +4,8 @@
 use std::{
     collections::VecDeque,
     ffi::OsString,
-    process::Stdio,
+    os::unix::process::ExitStatusExt,
+    process::{ExitStatus, Stdio},
     sync::{Arc, Mutex, PoisonError},
     time::Duration,
 };
@@ -33,6 +34,8 @@ const REGISTER: Duration = Duration::from_secs(10);
 const STOP: Duration = Duration::from_secs(5);
 /// Lines of a child's errors that are kept.
 const KEPT: usize = 20;
+/// Of these, how many are shown when none is an error.
+const SHOWN: usize = 3;
 
 /// An instance as the demo speaks to it.
 pub(super) struct Handle {
@@ -52,15 +55,13 @@ pub(super) struct Cluster {
 
 impl Cluster {
     /// Starts the processes and waits until they know each other.
-    pub(super) async fn start(args: &DemoArgs, model: &Located, pool_tokens: u64) -> Result<Self, Failure> {
+    pub(super) async fn start(args: &DemoArgs, model: &Located) -> Result<Self, Failure> {
         let registry = Child::start("registry", Vec::new())?;
         let (registry, url) = registry.ready().await?;
         let instance = |role: &'static str, layout: &LayoutSpec| {
-            let mut engine = args.engine.clone();
-            engine.pool_tokens.get_or_insert(pool_tokens);
             let mut list: Vec<OsString> = vec!["--registry".into(), url.clone().into()];
             list.extend(["--model".into(), model.argument(), "--layout".into(), layout.to_string().into()]);
-            list.extend(engine.to_args());
+            list.extend(args.engine.to_args());
             Child::start(role, list)
         };
         let (prefill, decode) = (instance("prefill", &args.prefill)?, instance("decode", &args.decode)?);
@@ -195,10 +196,9 @@ impl Child {
             // It ended: its own words say why.
             Ok(Ok(None) | Err(_)) => {
                 let status = timeout(STOP, self.process.wait()).await;
-                let code = status.ok().and_then(Result::ok).and_then(|s| s.code());
-                let blame = if code == Some(2) { Blame::Caller } else { Blame::Environment };
+                let (blame, how) = ending(status.ok().and_then(Result::ok));
                 let words = self.errors.last().await;
-                Err(Failure::new(blame, format!("the {role} process did not start: {words}")))
+                Err(Failure::new(blame, format!("the {role} process {how}: {words}")))
             }
         }
     }
@@ -209,6 +209,17 @@ impl Child {
             tracing::warn!(role = self.role, pid = self.pid, "did not end by itself and is killed");
             let _ = self.process.kill().await;
         }
+    }
+}
+
+/// Whom the end of a process before it was ready speaks against, and how to call that end.
+fn ending(status: Option<ExitStatus>) -> (Blame, String) {
+    match status.map(|status| (status.code(), status.signal())) {
+        Some((_, Some(signal))) => {
+            (Blame::Environment, format!("was ended by signal {signal} before it was ready; it said last"))
+        }
+        Some((Some(2), _)) => (Blame::Caller, "did not start".into()),
+        _ => (Blame::Environment, "did not start".into()),
     }
 }
 
@@ -234,13 +245,39 @@ impl Errors {
         sleep(Duration::from_millis(50)).await;
         let kept = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let lines: Vec<&str> = kept.iter().map(String::as_str).collect();
-        let from = lines.iter().rposition(|line| line.starts_with("error (")).unwrap_or(0);
-        let text = lines.get(from..).unwrap_or_default().join("\n");
-        let text = text.split_once("): ").map_or(text.as_str(), |(_, rest)| rest).to_owned();
-        if text.is_empty() {
-            "it said nothing (see its standard error with KVFERRY_LOG=info)".into()
-        } else {
-            text
+        if let Some(from) = lines.iter().rposition(|line| line.starts_with("error (")) {
+            let text = lines.get(from..).unwrap_or_default().join("\n");
+            return text.split_once("): ").map_or(text.as_str(), |(_, rest)| rest).to_owned();
         }
+        // Without an error of its own, its last words are the nearest to the reason.
+        let text = lines.get(lines.len().saturating_sub(SHOWN)..).unwrap_or_default().join("\n");
+        if text.is_empty() { "nothing (see its standard error with KVFERRY_LOG=info)".into() } else { text }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    async fn last(said: &str) -> String {
+        let errors = Errors::default();
+        errors.clone().keep(said.as_bytes()).await;
+        errors.last().await
+    }
+
+    #[tokio::test]
+    async fn the_last_words_of_a_child_are_told() {
+        let said = "a warning\nanother\nthird\nfourth\nmemory allocation of 137438953472 bytes failed\n";
+        assert_eq!(last(said).await, "third\nfourth\nmemory allocation of 137438953472 bytes failed");
+        assert_eq!(last("a warning\nerror (caller): the pool\nis small\n").await, "the pool\nis small");
+        assert!(last("").await.starts_with("nothing"));
+    }
+
+    #[test]
+    fn a_signal_is_named() {
+        assert_eq!(ending(Some(ExitStatus::from_raw(2 << 8))), (Blame::Caller, "did not start".into()));
+        let (blame, how) = ending(Some(ExitStatus::from_raw(6)));
+        assert_eq!(blame, Blame::Environment);
+        assert!(how.contains("signal 6"), "{how}");
     }
 }

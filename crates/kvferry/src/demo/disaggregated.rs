@@ -1,9 +1,6 @@
 //! A prompt across two processes: the demo plays the router.
 
-use std::{
-    hash::{BuildHasher, Hasher, RandomState},
-    time::{Duration, Instant},
-};
+use std::time::{Duration, Instant};
 
 use kvferry_plan::{Attempt, Blame, RankId, RoomId, RoomKey};
 use kvferry_server::{
@@ -13,7 +10,7 @@ use kvferry_server::{
 use tokio::time::timeout;
 
 use super::{cluster::Cluster, prompts::Prompt};
-use crate::args::DemoArgs;
+use crate::args::{DemoArgs, InjectArg};
 
 /// How long the other side may take to say what it knows after one side has failed.
 const LAST_WORDS: Duration = Duration::from_secs(1);
@@ -29,6 +26,8 @@ pub(super) struct Run {
     pub(super) decode: DecodeDone,
     /// The prompt's cache on every decode rank.
     pub(super) cache: Vec<KvDump>,
+    /// The fault that was asked for, when nothing that landed could be changed by it.
+    pub(super) missed: Option<InjectArg>,
 }
 
 struct Decoded {
@@ -45,7 +44,7 @@ pub(super) async fn run(
     args: &DemoArgs,
     on_token: impl FnMut(u32),
 ) -> Result<Run, Problem> {
-    let key = RoomKey { room: mint(), attempt: Attempt(0) };
+    let key = RoomKey { room: mint()?, attempt: Attempt(0) };
     let to_prefill = PrefillRequest { key, prompt: prompt.ids.clone(), sampling: SamplingSpec::default() };
     let to_decode = DecodeRequest {
         key,
@@ -56,6 +55,10 @@ pub(super) async fn run(
         ignore_eos: args.ignore_eos,
         hold: true,
     };
+    let committed = match args.engine.inject {
+        Some(_) => faults(cluster).await?,
+        None => 0,
+    };
     let (prefill, decoded) =
         both(cluster.prefill.client.prefill(&to_prefill), decode(cluster, &to_decode, on_token)).await?;
     let mut cache = Vec::new();
@@ -63,8 +66,12 @@ pub(super) async fn run(
         cache.push(cluster.decode.client.kv(key, RankId(rank)).await?);
     }
     cluster.decode.client.release(key).await?;
+    let missed = match args.engine.inject {
+        Some(fault) if faults(cluster).await? == committed => Some(fault),
+        _ => None,
+    };
     let Decoded { tokens, first, last, done } = decoded;
-    Ok(Run { tokens, first, last, prefill, decode: done, cache })
+    Ok(Run { tokens, first, last, prefill, decode: done, cache, missed })
 }
 
 /// Both results; or the more telling of the failures. Dropping a side's future ends the room on that side.
@@ -122,8 +129,22 @@ async fn decode(
 }
 
 /// A room id that nobody can guess or meet twice.
-fn mint() -> RoomId {
-    // Each `RandomState` has keys from the operating system's randomness.
-    let half = || u128::from(RandomState::new().build_hasher().finish());
-    RoomId(half() << 64 | half())
+fn mint() -> Result<RoomId, Problem> {
+    let mut id = [0; 16];
+    getrandom::fill(&mut id).map_err(|e| {
+        Problem::new(Blame::Environment, Stage::Request, format!("no randomness for a room id: {e}"))
+    })?;
+    Ok(RoomId(u128::from_ne_bytes(id)))
+}
+
+/// Faults that decode has committed on purpose since its start.
+async fn faults(cluster: &Cluster) -> Result<u64, Problem> {
+    let ledger = cluster.decode.client.ledger().await?;
+    ledger.pointer("/node/faults").and_then(serde_json::Value::as_u64).ok_or_else(|| {
+        Problem::new(
+            Blame::PeerMisbehaved,
+            Stage::Request,
+            "decode does not say how many faults it committed",
+        )
+    })
 }

@@ -12,7 +12,7 @@ mod table;
 use std::{process::ExitCode, sync::Arc};
 
 use kvferry_engine::{LoadOptions, Model, checkpoint::Checkpoint, math::Arith};
-use kvferry_plan::Dtype;
+use kvferry_plan::{Dtype, LayoutSpec};
 
 use crate::{
     args::DemoArgs,
@@ -28,7 +28,8 @@ use report::{Finding, ModelInfo, Outcome, PromptReport, Report};
 use show::Show;
 
 /// Runs the demo; the exit status says whether everything was proven equal.
-pub(crate) async fn run(args: DemoArgs) -> Result<ExitCode, Failure> {
+pub(crate) async fn run(mut args: DemoArgs) -> Result<ExitCode, Failure> {
+    same_cache(&args)?;
     let located = find_model(&args).await?;
     let checkpoint = blocking({
         let located = located.clone();
@@ -37,15 +38,14 @@ pub(crate) async fn run(args: DemoArgs) -> Result<ExitCode, Failure> {
     .await?;
     let prompts = prompts::collect(&args, &checkpoint)?;
     let tokenizer = checkpoint.tokenizer()?;
-    let longest = prompts.iter().map(|p| p.ids.len() as u64).max().unwrap_or(0);
-    let pool_tokens = longest.saturating_add(u64::from(args.max_tokens));
+    args.engine.pool_tokens = Some(pool_tokens(&args, &prompts, longest_sequence(&args, &checkpoint))?);
     let options = LoadOptions { attention: args.engine.attention.into(), arith: args.engine.arith.into() };
 
     // Three processes read the model at the same time; nothing is timed before all of them are ready.
     let show = Show::new(args.json, tokenizer);
     show.title(checkpoint.name(), &args);
     let load = blocking(move || Ok(Model::from_checkpoint(&checkpoint, options)?));
-    let (cluster, model) = tokio::try_join!(Cluster::start(&args, &located, pool_tokens), load)?;
+    let (cluster, model) = tokio::try_join!(Cluster::start(&args, &located), load)?;
     show.cluster(&cluster);
 
     // One after the other, so that each has the whole machine.
@@ -59,7 +59,7 @@ pub(crate) async fn run(args: DemoArgs) -> Result<ExitCode, Failure> {
     }
     cluster.stop().await;
 
-    let plan = Plan::new(&args, pool_tokens);
+    let plan = Plan::new(&args);
     let needed: Vec<Option<Prompt>> =
         prompts.iter().zip(&handed).map(|(prompt, run)| run.is_ok().then(|| prompt.clone())).collect();
     let answers = {
@@ -141,6 +141,34 @@ fn tolerance(args: &DemoArgs) -> report::Claim {
         (Arith::Canonical, _) => report::Claim::Bits,
         (_, Dtype::F32) => report::Claim::Close,
         _ => report::Claim::CloseFromSamePrefill,
+    }
+}
+
+/// Refuses two sides that would refuse each other when they pair.
+fn same_cache(args: &DemoArgs) -> Result<(), Failure> {
+    let kv = |spec: &LayoutSpec| spec.kv.unwrap_or(args.engine.kv_dtype);
+    let (prefill, decode) = (kv(&args.prefill), kv(&args.decode));
+    if prefill == decode {
+        return Ok(());
+    }
+    Err(Failure::caller(format!(
+        "--prefill caches {prefill} and --decode {decode}, and a cache is moved as it is: give both layouts the same \
+         kv, or leave it out of both and use --kv-dtype"
+    )))
+}
+
+/// Tokens of each pool: enough for the longest sequence, because sequences come one after the other, and never more.
+fn pool_tokens(args: &DemoArgs, prompts: &[Prompt], sequence: u64) -> Result<u64, Failure> {
+    let longest = prompts.iter().map(|p| p.ids.len() as u64).max().unwrap_or(0);
+    let needed = longest.saturating_add(u64::from(args.max_tokens)).min(sequence);
+    match args.engine.pool_tokens {
+        None => Ok(needed),
+        Some(tokens) if tokens >= needed => Ok(tokens.min(sequence)),
+        Some(tokens) => Err(Failure::caller(format!(
+            "--pool-tokens {tokens}: the longest prompt has {longest} tokens and up to {} are generated; give at least \
+             {needed}, leave the flag out, or lower --max-tokens",
+            needed - longest
+        ))),
     }
 }
 

@@ -39,12 +39,8 @@ pub(super) fn collect(args: &DemoArgs, checkpoint: &Checkpoint) -> Result<Vec<Pr
         prompts.push(from_text(text, checkpoint)?);
     }
     for file in &args.prompt_tokens {
-        let ids = read_ids(file).map_err(|why| {
-            Failure::caller(format!(
-                "--prompt-tokens {}: {why}; a JSON list of ids such as [1, 2, 3] is needed",
-                file.display()
-            ))
-        })?;
+        let ids = read_ids(file)
+            .map_err(|why| Failure::caller(format!("--prompt-tokens {}: {why}", file.display())))?;
         prompts.push(Prompt { label: summary(&ids), ids });
     }
     if prompts.is_empty() {
@@ -119,8 +115,10 @@ fn read_ids(path: &Path) -> Result<Vec<u32>, String> {
     if len > FILE {
         return Err(format!("{len} bytes are too many"));
     }
-    let text = std::fs::read_to_string(path).map_err(|e| e.to_string())?;
-    serde_json::from_str(&text).map_err(|e| e.to_string())
+    let bytes = std::fs::read(path).map_err(|e| e.to_string())?;
+    // Some editors begin a text with a byte order mark.
+    let text = bytes.strip_prefix("\u{feff}".as_bytes()).unwrap_or(&bytes);
+    serde_json::from_slice(text).map_err(|e| format!("{e}; a JSON list of ids such as [1, 2, 3] is needed"))
 }
 
 impl From<kvferry_engine::tokenizer::TokenizerError> for Failure {

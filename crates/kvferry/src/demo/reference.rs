@@ -11,7 +11,7 @@ use kvferry_plan::{Attempt, Blame, LayoutSpec, RankId, RoomId, RoomKey};
 use kvferry_server::{Chosen, KvDump};
 
 use super::{prompts::Prompt, report::Claim, tolerance};
-use crate::{args::DemoArgs, failure::Failure};
+use crate::{args::DemoArgs, failure::Failure, serve::POOL_TOKENS};
 
 const KEY: RoomKey = RoomKey { room: RoomId(1), attempt: Attempt(0) };
 
@@ -39,7 +39,7 @@ pub(super) struct Plan {
 impl Plan {
     /// One rank that does all; or, where bits depend on the layout and are rounded (fast arithmetic on a narrow
     /// cache), the prefill layout for the prompt and the decode layout for the answer.
-    pub(super) fn new(args: &DemoArgs, pool_tokens: u64) -> Self {
+    pub(super) fn new(args: &DemoArgs) -> Self {
         let claim = tolerance(args);
         let single = LayoutSpec { kv: args.decode.kv, ..LayoutSpec::default() };
         let whole = match claim {
@@ -50,8 +50,8 @@ impl Plan {
             claim,
             max_tokens: args.max_tokens,
             ignore_eos: args.ignore_eos,
-            whole: args.engine.config(whole, pool_tokens),
-            decode: args.engine.config(&args.decode, pool_tokens),
+            whole: args.engine.config(whole, POOL_TOKENS),
+            decode: args.engine.config(&args.decode, POOL_TOKENS),
         }
     }
 

@@ -10,7 +10,7 @@ use super::{
     prompts::Prompt,
     reference::{Answer, Plan},
 };
-use crate::args::{DemoArgs, name_of};
+use crate::args::{DemoArgs, InjectArg, name_of};
 
 /// Largest difference of log-probabilities that another order of f32 sums explains.
 const LOGPROB: f32 = 1e-4;
@@ -50,6 +50,19 @@ impl Finding {
         Self { kind: "hand_off", blame: Some(problem.blame), text: problem.to_string() }
     }
 
+    /// A fault was asked for that nothing was changed by.
+    fn missed(fault: InjectArg) -> Self {
+        let why = match fault {
+            InjectArg::SwapRank => {
+                "the bytes of this hand-off go from one rank to one rank, or those of any two ranks are equal; use more \
+                 ranks on one side, or a longer prompt"
+            }
+            _ => "no byte that landed would have been changed by it",
+        };
+        let text = format!("the fault could not be committed: {}: {why}", name_of(&fault));
+        Self { blame: Some(Blame::Caller), ..Self::new("fault_not_committed", text) }
+    }
+
     /// A prompt that was handed over but not computed here.
     pub(super) fn no_reference() -> Self {
         Self::new("no_reference", "there is no reference run to compare with".into())
@@ -74,7 +87,8 @@ pub(super) struct TransferReport {
     pub(super) runs: u64,
     /// From the first offer to the verdict.
     pub(super) seconds: f64,
-    /// The part of it that decode had to wait for: from the end of the computation to the verdict.
+    /// From the end of the computation until prefill is told that decode has everything, on prefill's clock. Not a
+    /// part of `seconds`, which is on decode's.
     pub(super) exposed_seconds: f64,
 }
 
@@ -151,6 +165,7 @@ impl Outcome {
         };
         let computed = run.decode.prompt_tokens_computed;
         let mut findings = Vec::new();
+        findings.extend(run.missed.map(Finding::missed));
         let mut find = |wrong: bool, kind, text: &dyn Fn() -> String| {
             if wrong {
                 findings.push(Finding::new(kind, text()));

@@ -48,7 +48,9 @@ fn single(report: &Report, prompt: &PromptReport) -> Table {
     let tokens = prompt.prompt_tokens.to_string();
     row("prompt tokens", tokens.clone(), tokens);
     row("time to first token", time(two.first_token), time(one.first_token));
-    row("tokens per second after it", rate(two, generated), rate(one, generated));
+    if let (Some(two), Some(one)) = (rate(two, generated), rate(one, generated)) {
+        row("tokens per second after it", two, one);
+    }
     let planned = if transfer.bytes == transfer.planned_bytes {
         "as planned".into()
     } else {
@@ -208,13 +210,11 @@ fn count(n: u64) -> String {
     out
 }
 
-/// Tokens per second after the first one.
-fn rate(times: Times, generated: usize) -> String {
+/// Tokens per second after the first one. `None` when they are too few or came too fast: times are those at which
+/// this process woke up, so that within some milliseconds they say nothing about the model.
+fn rate(times: Times, generated: usize) -> Option<String> {
     let seconds = times.last_token - times.first_token;
-    if generated < 2 || seconds <= 0.0 {
-        return "-".into();
-    }
-    digits((generated - 1) as f64 / seconds)
+    (generated >= 8 && seconds >= 0.2).then(|| digits((generated - 1) as f64 / seconds))
 }
 
 #[cfg(test)]
@@ -230,6 +230,10 @@ mod tests {
         assert_eq!(time(0.003_14), "3.14 ms");
         assert_eq!(time(0.999_9), "1.00 s");
         assert_eq!(time(123.4), "123 s");
+        let times = |first_token, last_token| Times { first_token, last_token };
+        assert_eq!(rate(times(1.0, 2.0), 11).as_deref(), Some("10.0"));
+        assert_eq!(rate(times(1.0, 2.0), 3), None);
+        assert_eq!(rate(times(1.0, 1.05), 100), None);
         assert_eq!(count(1_234_567), "1,234,567");
         assert_eq!(count(12), "12");
     }
