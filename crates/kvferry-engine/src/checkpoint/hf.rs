@@ -114,7 +114,7 @@ pub(super) fn config(json: &Json, generation: Option<&Json>) -> Result<ModelConf
         }
         None => return Err(json.missing("model_type")),
     };
-    refuse_variants(json)?;
+    refuse_variants(json, arch)?;
     let (hidden, heads) = (json.size("hidden_size")?, json.size("num_attention_heads")?);
     let head_dim = match json.size_if_there("head_dim")? {
         Some(head_dim) => head_dim,
@@ -152,7 +152,7 @@ pub(super) fn config(json: &Json, generation: Option<&Json>) -> Result<ModelConf
 }
 
 /// What would compute something else than this engine does.
-fn refuse_variants(json: &Json) -> Result<(), LoadError> {
+fn refuse_variants(json: &Json, arch: Arch) -> Result<(), LoadError> {
     if let Some(act) = json.value("hidden_act")
         && act.as_str() != Some("silu")
     {
@@ -162,6 +162,18 @@ fn refuse_variants(json: &Json) -> Result<(), LoadError> {
         if json.flag(key)? {
             return Err(json.unsupported(key, "is on"));
         }
+    }
+    if json.value("quantization_config").is_some() {
+        return Err(json.unsupported("quantization_config", "quantized folders are not read"));
+    }
+    // A qwen2 window counts only with `use_sliding_window`; others may say that theirs is off.
+    if let Some(window) = json.value("sliding_window")
+        && arch != Arch::Qwen2
+        && json.value("use_sliding_window").is_none()
+    {
+        return Err(
+            json.unsupported("sliding_window", format!("{window} is a window, all tokens are read here"))
+        );
     }
     let full = |kind: &Value| kind.as_str() == Some("full_attention");
     if let Some(Value::Array(kinds)) = json.value("layer_types")

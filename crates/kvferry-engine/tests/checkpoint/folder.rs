@@ -154,9 +154,14 @@ fn models_that_compute_otherwise_are_refused() {
         ("hidden_act", json!("gelu"), "\"gelu\" is not \"silu\""),
         ("rope_scaling", json!({ "rope_type": "llama3" }), "rope type \\\"llama3\\\" is not \"default\""),
         ("use_sliding_window", json!(true), "is on"),
+        ("sliding_window", json!(4), "4 is a window, all tokens are read here"),
+        ("quantization_config", json!({ "quant_method": "fp8" }), "quantized folders are not read"),
         ("layer_types", json!(["sliding_attention"]), "not every layer is \"full_attention\""),
     ] {
         assert_eq!(refused(key, value), format!("c: key {key}: {reason}{other}"));
+    }
+    for off in [("sliding_window", Value::Null), ("quantization_config", Value::Null)] {
+        configured(|c| drop(c.insert(off.0.into(), off.1))).unwrap();
     }
     assert!(
         refused("attention_bias", json!(true))
