@@ -7,7 +7,9 @@ use reqwest::{Method, StatusCode, Url};
 use serde::{Serialize, de::DeserializeOwned};
 use tokio::{sync::watch, task::JoinHandle, time::sleep};
 
-use crate::{Granted, HEARTBEAT, Heartbeat, Member, Members, Problem, loopback_http, loopback_url};
+use crate::{
+    Granted, Group, Groups, HEARTBEAT, Heartbeat, Member, Members, Problem, loopback_http, loopback_url,
+};
 
 /// Longest wait for one answer.
 const TIMEOUT: Duration = Duration::from_secs(2);
@@ -89,7 +91,7 @@ impl Client {
     /// # Errors
     /// As the registry refuses, or [`ClientError::Unreachable`].
     pub async fn register(&self, member: &Member) -> Result<Granted, ClientError> {
-        self.json(Method::PUT, &[&member.instance.0], Some(member)).await
+        self.json(Method::PUT, &["members", &member.instance.0], Some(member)).await
     }
 
     /// Renews the lease of `member` once.
@@ -98,7 +100,7 @@ impl Client {
     /// As the registry refuses (404: register again), or [`ClientError::Unreachable`].
     pub async fn heartbeat(&self, member: &Member) -> Result<Granted, ClientError> {
         let beat = Heartbeat { incarnation: member.incarnation };
-        self.json(Method::POST, &[&member.instance.0, "heartbeat"], Some(&beat)).await
+        self.json(Method::POST, &["members", &member.instance.0, "heartbeat"], Some(&beat)).await
     }
 
     /// Ends the membership of `member`.
@@ -107,7 +109,7 @@ impl Client {
     /// [`ClientError::Unreachable`].
     pub async fn deregister(&self, member: &Member) -> Result<(), ClientError> {
         let beat = Heartbeat { incarnation: member.incarnation };
-        self.send(Method::DELETE, &[&member.instance.0], Some(&beat)).await.map(drop)
+        self.send(Method::DELETE, &["members", &member.instance.0], Some(&beat)).await.map(drop)
     }
 
     /// Everybody who is there.
@@ -115,15 +117,36 @@ impl Client {
     /// # Errors
     /// [`ClientError::Unreachable`].
     pub async fn members(&self) -> Result<Vec<Member>, ClientError> {
-        Ok(self.json::<Members>(Method::GET, &[], None::<&()>).await?.members)
+        Ok(self.json::<Members>(Method::GET, &["members"], None::<&()>).await?.members)
     }
 
-    /// The member of that name, if it is there.
+    /// Every instance of which somebody is there, whole or not.
     ///
     /// # Errors
     /// [`ClientError::Unreachable`].
-    pub async fn find(&self, instance: &InstanceId) -> Result<Option<Member>, ClientError> {
-        Ok(self.members().await?.into_iter().find(|m| m.instance == *instance))
+    pub async fn groups(&self) -> Result<Vec<Group>, ClientError> {
+        Ok(self.json::<Groups>(Method::GET, &["instances"], None::<&()>).await?.instances)
+    }
+
+    /// The instance of that name with all of its ranks.
+    ///
+    /// # Errors
+    /// As the registry refuses (404: nobody of it is there; 503: not every rank is, "3 of 4"), or
+    /// [`ClientError::Unreachable`].
+    pub async fn lookup(&self, instance: &InstanceId) -> Result<Group, ClientError> {
+        self.json(Method::GET, &["instances", &instance.0], None::<&()>).await
+    }
+
+    /// As [`Client::lookup`], for those who wait: `None` while the instance is not there or not whole.
+    ///
+    /// # Errors
+    /// [`ClientError::Unreachable`].
+    pub async fn find(&self, instance: &InstanceId) -> Result<Option<Group>, ClientError> {
+        match self.lookup(instance).await {
+            Ok(group) => Ok(Some(group)),
+            Err(ClientError::Refused { status: 404 | 503, .. }) => Ok(None),
+            Err(other) => Err(other),
+        }
     }
 
     /// Keeps `member` registered from now on, retrying until the registry is there. Must be called within a tokio
@@ -188,7 +211,7 @@ impl Client {
         let mut url =
             Url::parse(&self.url).map_err(|e| ClientError::Address(format!("{}: {e}", self.url)))?;
         if let Ok(mut segments) = url.path_segments_mut() {
-            segments.pop_if_empty().extend(["v1", "members"]).extend(below);
+            segments.pop_if_empty().push("v1").extend(below);
         }
         let mut request = self.http.request(method, url);
         if let Some(body) = body {

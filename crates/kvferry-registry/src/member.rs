@@ -2,7 +2,7 @@
 
 use std::{fmt, net::SocketAddr, str::FromStr};
 
-use kvferry_plan::{Blame, Descriptor, Incarnation, InstanceId};
+use kvferry_plan::{Blame, Descriptor, Incarnation, InstanceId, RankId};
 use serde::{Deserialize, Serialize};
 
 /// What an instance does. Other roles may come.
@@ -25,12 +25,15 @@ impl fmt::Display for Role {
     }
 }
 
-/// One running instance.
+/// Most ranks of an instance.
+const MAX_RANKS: u32 = 4096;
+
+/// One running process of an instance: all of it, or some of its ranks.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Member {
     /// Its name, the same over restarts; see [`check_instance`].
     pub instance: InstanceId,
-    /// This start of it.
+    /// This start of the process.
     pub incarnation: Incarnation,
     /// What it does.
     pub role: Role,
@@ -38,8 +41,11 @@ pub struct Member {
     pub http: String,
     /// Where its hand-off control plane listens, `127.0.0.1:PORT`.
     pub control: String,
-    /// Number of its ranks.
+    /// Number of ranks of the whole instance.
     pub ranks: u32,
+    /// The ranks that live in this process, ascending; all of them when absent.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub hosts: Option<Vec<RankId>>,
     /// What it caches, and how that is laid out.
     pub descriptor: Descriptor,
     /// Data plane endpoints, such as `tcp://127.0.0.1:4711`.
@@ -47,12 +53,45 @@ pub struct Member {
 }
 
 impl Member {
-    /// Checks what the registry relies on: the name and that both addresses are loopback.
+    /// True when `rank` lives in this process.
+    #[must_use]
+    pub fn hosts(&self, rank: RankId) -> bool {
+        rank.0 < self.ranks && self.hosts.as_ref().is_none_or(|hosts| hosts.contains(&rank))
+    }
+
+    /// How many ranks live in this process.
+    #[must_use]
+    pub fn hosted(&self) -> u32 {
+        self.hosts.as_ref().map_or(self.ranks, |hosts| u32::try_from(hosts.len()).unwrap_or(u32::MAX))
+    }
+
+    /// True when a rank lives in both processes.
+    pub(crate) fn overlaps(&self, other: &Self) -> bool {
+        match (&self.hosts, &other.hosts) {
+            (Some(hosts), _) => hosts.iter().any(|rank| other.hosts(*rank)),
+            (None, Some(hosts)) => hosts.iter().any(|rank| self.hosts(*rank)),
+            (None, None) => true,
+        }
+    }
+
+    /// Checks what the registry relies on: the name, the ranks and that both addresses are loopback.
     ///
     /// # Errors
     /// Says which field is wrong and what it should look like.
     pub fn check(&self) -> Result<(), String> {
         check_instance(&self.instance.0)?;
+        if !(1..=MAX_RANKS).contains(&self.ranks) {
+            return Err(format!("ranks: {}, of 1 to {MAX_RANKS}", self.ranks));
+        }
+        if let Some(hosts) = &self.hosts {
+            let ascending = hosts.windows(2).all(|pair| pair[0] < pair[1]);
+            if hosts.is_empty() || !ascending || hosts.last().is_some_and(|last| last.0 >= self.ranks) {
+                return Err(format!(
+                    "hosts: name each of this process's ranks once, ascending, below {}",
+                    self.ranks
+                ));
+            }
+        }
         loopback_url(&self.http).map_err(|e| format!("http: {e}"))?;
         match SocketAddr::from_str(&self.control) {
             Ok(at) if at.ip().is_loopback() => Ok(()),
@@ -127,6 +166,59 @@ pub struct Granted {
 pub struct Members {
     /// The members whose lease runs.
     pub members: Vec<Member>,
+}
+
+/// One instance: those of its processes that are there and belong together.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Group {
+    /// Its name.
+    pub instance: InstanceId,
+    /// What it does.
+    pub role: Role,
+    /// Number of ranks of the whole instance.
+    pub ranks: u32,
+    /// How many of them are there.
+    pub present: u32,
+    /// Its processes, by the ranks that live in them.
+    pub members: Vec<Member>,
+}
+
+impl Group {
+    /// True when every rank is there; before that nobody can be served.
+    #[must_use]
+    pub fn is_whole(&self) -> bool {
+        self.present >= self.ranks
+    }
+
+    /// The group that the members of one instance make: those that say the same of it as its newest start. Members
+    /// of an earlier configuration wait to be replaced and count for nothing.
+    pub(crate) fn of(mut members: Vec<Member>) -> Option<Self> {
+        let newest = members.iter().max_by_key(|m| m.incarnation)?.clone();
+        let same =
+            |m: &Member| (m.role, m.ranks, &m.descriptor) == (newest.role, newest.ranks, &newest.descriptor);
+        members.retain(same);
+        members.sort_by_key(|m| m.hosts.as_ref().and_then(|hosts| hosts.first().copied()));
+        Some(Self {
+            instance: newest.instance,
+            role: newest.role,
+            ranks: newest.ranks,
+            present: members.iter().map(Member::hosted).fold(0, u32::saturating_add),
+            members,
+        })
+    }
+}
+
+impl fmt::Display for Group {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}: {} of {} ranks", self.instance, self.present, self.ranks)
+    }
+}
+
+/// Every instance of which somebody is there, by name.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Groups {
+    /// The instances.
+    pub instances: Vec<Group>,
 }
 
 /// A refusal, as JSON.

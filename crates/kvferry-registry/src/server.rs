@@ -8,7 +8,7 @@ use std::{
 
 use axum::{
     Json, Router,
-    extract::{Path, State, rejection::JsonRejection},
+    extract::{DefaultBodyLimit, Path, State, rejection::JsonRejection},
     http::StatusCode,
     response::{IntoResponse, Response},
     routing::{get, post, put},
@@ -16,7 +16,7 @@ use axum::{
 use kvferry_plan::{Blame, InstanceId};
 use tokio::net::TcpListener;
 
-use crate::{Granted, Heartbeat, Member, Members, Problem, Refusal, Store};
+use crate::{Granted, Group, Groups, Heartbeat, Member, Members, Problem, Refusal, Store};
 
 /// Why a port could not be opened; the environment's fault, or the caller's for a wider bind.
 #[derive(Debug, thiserror::Error)]
@@ -31,7 +31,10 @@ pub enum BindError {
         source: std::io::Error,
     },
     /// The address can be reached from other machines.
-    #[error("{0} is not a loopback address; only 127.0.0.1 and [::1] may be bound")]
+    #[error(
+        "will not listen on {0}: connections are not authenticated yet, so only loopback (127.0.0.1, [::1]) is \
+         allowed"
+    )]
     NotLoopback(SocketAddr),
 }
 
@@ -57,14 +60,20 @@ pub async fn bind_loopback(at: SocketAddr) -> Result<TcpListener, BindError> {
     TcpListener::bind(at).await.map_err(|source| BindError::Io { at, source })
 }
 
+/// Largest request body: the record of an instance with thousands of layers.
+const BODY: usize = 1 << 20;
+
 type Shared = Arc<Mutex<Store>>;
 
 /// The HTTP routes of a registry over `store`.
 pub fn router(store: Store) -> Router {
     Router::new()
+        .route("/v1/instances", get(groups))
+        .route("/v1/instances/{instance}", get(lookup))
         .route("/v1/members", get(list))
         .route("/v1/members/{instance}", put(register).delete(deregister))
         .route("/v1/members/{instance}/heartbeat", post(heartbeat))
+        .layer(DefaultBodyLimit::max(BODY))
         .with_state(Arc::new(Mutex::new(store)))
 }
 
@@ -82,6 +91,14 @@ fn clock_ms() -> u64 {
 
 async fn list(State(store): State<Shared>) -> Json<Members> {
     Json(Members { members: locked(&store, |s| s.members(Instant::now())) })
+}
+
+async fn groups(State(store): State<Shared>) -> Json<Groups> {
+    Json(Groups { instances: locked(&store, |s| s.groups(Instant::now())) })
+}
+
+async fn lookup(State(store): State<Shared>, Path(instance): Path<String>) -> Result<Json<Group>, Refused> {
+    Ok(Json(locked(&store, |s| s.lookup(&InstanceId(instance), Instant::now()))?))
 }
 
 async fn register(
@@ -123,9 +140,9 @@ impl From<Refusal> for Refused {
     fn from(refusal: Refusal) -> Self {
         let status = match refusal {
             Refusal::Changed { .. } | Refusal::Role { .. } | Refusal::Stale { .. } => StatusCode::CONFLICT,
-            Refusal::Full => StatusCode::SERVICE_UNAVAILABLE,
+            Refusal::Full | Refusal::Incomplete { .. } => StatusCode::SERVICE_UNAVAILABLE,
             Refusal::Future { .. } | Refusal::Malformed(_) => StatusCode::BAD_REQUEST,
-            Refusal::Unknown(_) => StatusCode::NOT_FOUND,
+            Refusal::Absent { .. } | Refusal::Unknown(_) => StatusCode::NOT_FOUND,
         };
         Self(status, refusal)
     }

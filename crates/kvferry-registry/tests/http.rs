@@ -5,11 +5,18 @@
 
 use std::{net::SocketAddr, time::Duration};
 
-use kvferry_plan::{Blame, CacheShape, Descriptor, Dtype, Incarnation, InstanceId, PROTOCOL, Placement};
-use kvferry_registry::{
-    BindError, Client, ClientError, Member, Role, State, Store, bind_loopback, loopback_http, router,
+use kvferry_plan::{
+    Blame, CacheShape, Descriptor, Dtype, Incarnation, InstanceId, PROTOCOL, Placement, RankId,
 };
-use tokio::{net::TcpListener, task::JoinHandle, time::timeout};
+use kvferry_registry::{
+    BindError, Client, ClientError, Guarded, Member, Role, State, Store, bind_loopback, loopback_http, router,
+};
+use tokio::{
+    io::{AsyncReadExt, AsyncWriteExt},
+    net::{TcpListener, TcpStream},
+    task::JoinHandle,
+    time::timeout,
+};
 
 const SOON: Duration = Duration::from_secs(10);
 
@@ -22,6 +29,7 @@ fn member(started_ms: u64) -> Member {
         http: "http://127.0.0.1:9000".into(),
         control: "127.0.0.1:9001".into(),
         ranks: 1,
+        hosts: None,
         descriptor: Descriptor {
             protocol: PROTOCOL,
             model: "abc".into(),
@@ -33,7 +41,8 @@ fn member(started_ms: u64) -> Member {
 }
 
 fn start(listener: TcpListener, lease: Duration) -> JoinHandle<()> {
-    tokio::spawn(async move { axum::serve(listener, router(Store::new(lease))).await.unwrap() })
+    let guarded = Guarded::new(listener, 16, Duration::from_millis(900));
+    tokio::spawn(async move { axum::serve(guarded, router(Store::new(lease))).await.unwrap() })
 }
 
 async fn listen() -> (TcpListener, String) {
@@ -51,7 +60,8 @@ async fn a_member_comes_is_seen_whole_and_leaves() {
     timeout(SOON, kept.registered()).await.unwrap().unwrap();
     assert_eq!(kept.state(), State::Registered);
     assert_eq!(client.members().await.unwrap(), [member(5)]);
-    assert_eq!(client.find(&InstanceId("prefill-0".into())).await.unwrap(), Some(member(5)));
+    let found = client.find(&InstanceId("prefill-0".into())).await.unwrap().unwrap();
+    assert_eq!((found.members, found.ranks), (vec![member(5)], 1));
 
     let refused = client.register(&member(4)).await.unwrap_err();
     assert!(matches!(refused, ClientError::Refused { status: 409, blame: Blame::Caller, .. }), "{refused}");
@@ -119,6 +129,7 @@ async fn what_cannot_get_better_is_not_tried_again() {
 async fn only_loopback() {
     let refused = bind_loopback("0.0.0.0:0".parse().unwrap()).await.unwrap_err();
     assert!(matches!(refused, BindError::NotLoopback(_)));
+    assert!(refused.to_string().contains("not authenticated yet"), "{refused}");
     assert_eq!(refused.blame(), Blame::Caller);
     assert_eq!(Client::new("http://10.1.2.3:7000").unwrap_err().blame(), Blame::Caller);
 }
@@ -145,4 +156,90 @@ async fn bodies_that_are_not_members_are_answered() {
         assert!(!problem["error"].as_str().unwrap().is_empty());
     }
     assert_eq!(put("/v1/members/prefill-0", " ".repeat(3 << 20)).await.unwrap().status(), 413);
+}
+
+#[tokio::test]
+async fn ranks_register_in_any_order_and_a_lookup_waits_for_the_last() {
+    let (listener, url) = listen().await;
+    drop(listener);
+    let client = Client::new(&url).unwrap();
+    let rank = |rank: u32| Member {
+        incarnation: Incarnation { started_ms: 1, nonce: rank.into() },
+        control: format!("127.0.0.1:{}", 9001 + rank),
+        ranks: 4,
+        hosts: Some(vec![RankId(rank)]),
+        ..member(1)
+    };
+    // The first three are there before the registry is.
+    let mut kept: Vec<_> = [2, 0, 3].into_iter().map(|n| client.keep(rank(n))).collect();
+    let at: SocketAddr = url.trim_start_matches("http://").parse().unwrap();
+    start(bind_loopback(at).await.unwrap(), Duration::from_secs(2));
+    for registration in &kept {
+        timeout(SOON, registration.registered()).await.unwrap().unwrap();
+    }
+    let name = InstanceId("prefill-0".into());
+    let refused = client.lookup(&name).await.unwrap_err();
+    assert_eq!(refused.blame(), Blame::Environment);
+    assert!(refused.to_string().contains("3 of 4 ranks"), "{refused}");
+    assert_eq!(client.find(&name).await.unwrap(), None);
+    let absent = client.lookup(&InstanceId("nobody".into())).await.unwrap_err();
+    assert!(absent.to_string().contains("there are: prefill-0"), "{absent}");
+
+    kept.push(client.keep(rank(1)));
+    timeout(SOON, kept[3].registered()).await.unwrap().unwrap();
+    let group = client.lookup(&name).await.unwrap();
+    assert_eq!(group.members, [rank(0), rank(1), rank(2), rank(3)]);
+    kept.remove(0).leave().await.unwrap();
+    assert_eq!(client.groups().await.unwrap()[0].present, 3);
+}
+
+/// Sends bytes that are no request; what comes back until the connection ends.
+async fn insult(at: &str, bytes: &[u8]) -> Vec<u8> {
+    let mut stranger = TcpStream::connect(at).await.unwrap();
+    // The other end may close before everything is written.
+    stranger.write_all(bytes).await.ok();
+    let mut answer = Vec::new();
+    timeout(SOON, stranger.read_to_end(&mut answer)).await.unwrap().ok();
+    answer
+}
+
+#[tokio::test]
+async fn garbage_ends_its_own_connection_only() {
+    let (listener, url) = listen().await;
+    start(listener, Duration::from_secs(60));
+    let client = Client::new(&url).unwrap();
+    client.register(&member(1)).await.unwrap();
+    let at = url.trim_start_matches("http://");
+    let head = "PUT /v1/members/prefill-0 HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n";
+    let mut noise = Vec::new();
+    let mut x = 7_u64;
+    for _ in 0..4000 {
+        x ^= x << 13;
+        x ^= x >> 7;
+        x ^= x << 17;
+        noise.extend(x.to_le_bytes());
+    }
+    let huge = format!("{head}content-length: 99999999999\r\n\r\n{}", "[".repeat(3 << 20));
+    let deep = format!("{head}content-length: 200000\r\n\r\n{}", "[".repeat(200_000));
+    let endless = format!("GET /{} HTTP/1.1\r\n", "a".repeat(2 << 20));
+    insult(at, &noise).await;
+    insult(at, endless.as_bytes()).await;
+    assert!(insult(at, huge.as_bytes()).await.starts_with(b"HTTP/1.1 4"));
+    assert!(insult(at, deep.as_bytes()).await.starts_with(b"HTTP/1.1 400"));
+    // Half a request, and nothing at all, more of them than there are places: each is let go in time.
+    let halves = (0..40).map(|n| {
+        let (at, bytes) = (at.to_owned(), if n % 2 == 0 { head.as_bytes().to_vec() } else { Vec::new() });
+        tokio::spawn(async move { insult(&at, &bytes).await })
+    });
+    let halves: Vec<_> = halves.collect();
+    let patient = async {
+        while client.members().await.ok() != Some(vec![member(1)]) {
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+    };
+    timeout(SOON, patient).await.unwrap();
+    for half in halves {
+        half.await.unwrap();
+    }
+    assert_eq!(client.members().await.unwrap(), [member(1)]);
 }

@@ -5,7 +5,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use kvferry_plan::{CacheShape, Descriptor, Dtype, Incarnation, InstanceId, PROTOCOL, Placement};
+use kvferry_plan::{CacheShape, Descriptor, Dtype, Incarnation, InstanceId, PROTOCOL, Placement, RankId};
 use kvferry_registry::{Member, Refusal, Role, Store};
 use proptest::prelude::*;
 
@@ -22,6 +22,7 @@ fn member(name: &str, started_ms: u64, ranks: u32) -> Member {
         http: "http://127.0.0.1:9000".into(),
         control: "127.0.0.1:9001".into(),
         ranks,
+        hosts: None,
         descriptor: Descriptor {
             protocol: PROTOCOL,
             model: "m".into(),
@@ -99,6 +100,85 @@ fn records_that_make_no_sense_are_refused_by_field() {
     assert!(refused(|m| m.http = "http://192.168.1.1:80".into()).starts_with("http:"));
     assert!(refused(|m| m.control = "0.0.0.0:80".into()).starts_with("control:"));
     assert!(refused(|m| m.control = "nowhere".into()).starts_with("control:"));
+    assert!(refused(|m| m.ranks = 0).starts_with("ranks:"));
+    assert!(refused(|m| m.ranks = u32::MAX).starts_with("ranks:"));
+    for hosts in [vec![], vec![1], vec![0, 0]] {
+        let mut m = member("a", 1, 1);
+        m.hosts = Some(hosts.into_iter().map(RankId).collect());
+        assert!(
+            Store::default()
+                .register(m, Instant::now(), CLOCK_MS)
+                .unwrap_err()
+                .to_string()
+                .starts_with("hosts:")
+        );
+    }
+}
+
+/// A process that hosts some ranks of four.
+fn part(name: &str, started_ms: u64, hosts: &[u32]) -> Member {
+    Member {
+        hosts: Some(hosts.iter().copied().map(RankId).collect()),
+        control: format!("127.0.0.1:{}", 9100 + started_ms),
+        ..member(name, started_ms, 4)
+    }
+}
+
+#[test]
+fn a_group_is_ready_when_whole_whichever_rank_came_first() {
+    let (mut store, now) = (Store::new(LEASE), Instant::now());
+    let a = InstanceId("a".into());
+    assert_eq!(
+        store.lookup(&a, now).unwrap_err().to_string(),
+        "no instance `a` is registered; there are: none"
+    );
+    store.register(member("b", 1, 1), now, CLOCK_MS).unwrap();
+    for (n, hosts) in [(3, &[3][..]), (1, &[0]), (2, &[1])] {
+        assert!(store.lookup(&a, now).is_err());
+        store.register(part("a", n, hosts), now, CLOCK_MS).unwrap();
+        store.register(part("a", n, hosts), now, CLOCK_MS).unwrap();
+    }
+    let refused = store.lookup(&a, now).unwrap_err();
+    assert!(matches!(refused, Refusal::Incomplete { present: 3, ranks: 4, .. }));
+    assert!(refused.to_string().contains("3 of 4 ranks"), "{refused}");
+    store.register(part("a", 4, &[2]), now, CLOCK_MS).unwrap();
+    let group = store.lookup(&a, now).unwrap();
+    let order: Vec<_> = group.members.iter().map(|m| m.incarnation.started_ms).collect();
+    assert_eq!((order, group.to_string()), (vec![1, 2, 4, 3], "a: 4 of 4 ranks".into()));
+
+    // One rank falls silent, starts again, and takes its own place only.
+    let later = now + LEASE;
+    for n in [1, 2, 3] {
+        store
+            .heartbeat(&a, Incarnation { started_ms: n, nonce: 7 }, later - Duration::from_millis(1))
+            .unwrap();
+    }
+    let refused = store.lookup(&a, later).unwrap_err().to_string();
+    assert!(refused.contains("3 of 4 ranks"), "{refused}");
+    let refused = store.register(part("a", 3, &[2]), later, CLOCK_MS).unwrap_err();
+    assert!(matches!(refused, Refusal::Changed { .. }), "one start has one set of ranks");
+    store.register(part("a", 9, &[2]), later, CLOCK_MS).unwrap();
+    assert_eq!(store.lookup(&a, later).unwrap().members.len(), 4);
+    assert!(matches!(store.register(part("a", 4, &[2]), later, CLOCK_MS), Err(Refusal::Stale { .. })));
+}
+
+#[test]
+fn an_instance_that_starts_again_in_another_split_is_whole_when_the_new_one_is() {
+    let (mut store, now) = (Store::new(LEASE), Instant::now());
+    let a = InstanceId("a".into());
+    store.register(member("a", 1, 4), now, CLOCK_MS).unwrap();
+    assert!(store.lookup(&a, now).unwrap().is_whole());
+    store.register(part("a", 2, &[0, 1]), now, CLOCK_MS).unwrap();
+    let refused = store.lookup(&a, now).unwrap_err().to_string();
+    assert!(refused.contains("2 of 4 ranks"), "{refused}");
+    store.register(part("a", 3, &[2, 3]), now, CLOCK_MS).unwrap();
+    assert_eq!(store.lookup(&a, now).unwrap().members.len(), 2);
+    // Ranks of another model do not complete each other.
+    let mut other = part("a", 4, &[2, 3]);
+    other.descriptor.model = "another".into();
+    store.register(other, now, CLOCK_MS).unwrap();
+    let refused = store.lookup(&a, now).unwrap_err().to_string();
+    assert!(refused.contains("2 of 4 ranks"), "{refused}");
 }
 
 #[derive(Clone, Debug)]
@@ -120,6 +200,35 @@ fn op() -> impl Strategy<Value = Op> {
 }
 
 proptest! {
+    /// Ranks of one instance in any split: the list of registrations, each with its set of ranks as bits, start and end.
+    #[test]
+    fn every_rank_belongs_to_its_newest_start(
+        ops in prop::collection::vec((1..16_u32, 1..30_u64, 0..900_u64), 1..40),
+    ) {
+        let (zero, mut store) = (Instant::now(), Store::new(LEASE));
+        let mut model: Vec<(u32, u64, u64)> = Vec::new();
+        let mut ms = 0;
+        for (bits, start, pause) in ops {
+            let now = zero + Duration::from_millis(ms);
+            let hosts: Vec<_> = (0..4).filter(|r| bits & (1 << r) != 0).collect();
+            let newer = model.iter().any(|(b, s, _)| b & bits != 0 && *s > start);
+            let changed = model.iter().any(|(b, s, _)| *s == start && *b != bits);
+            let answer = store.register(part("a", start, &hosts), now, CLOCK_MS);
+            prop_assert_eq!(answer.is_ok(), !newer && !changed);
+            if answer.is_ok() {
+                model.retain(|(b, ..)| b & bits == 0);
+                model.push((bits, start, ms + 2000));
+            }
+            ms += pause;
+            let now = zero + Duration::from_millis(ms);
+            let there: u32 =
+                model.iter().filter(|(.., until)| ms < *until).map(|(b, ..)| b.count_ones()).sum();
+            let present = store.groups(now).first().map_or(0, |g| g.present);
+            prop_assert_eq!(present, there);
+            prop_assert_eq!(store.lookup(&InstanceId("a".into()), now).is_ok(), there == 4);
+        }
+    }
+
     /// The model keeps, per name, the newest start ever registered and the end of its lease in milliseconds.
     #[test]
     fn agrees_with_a_naive_model(ops in prop::collection::vec(op(), 1..60)) {

@@ -94,15 +94,11 @@ impl Room {
 
     async fn find_prefill(&self) -> Result<PeerAddr, Problem> {
         let Shared { registry, .. } = &*self.shared;
-        let problem = |blame, cause: String| Problem::new(blame, Stage::Lookup, cause);
-        let wanted = &self.asked.prefill;
-        let members = registry.members().await.map_err(|e| problem(e.blame(), e.to_string()))?;
-        let Some(member) = members.iter().find(|m| m.instance == *wanted) else {
-            let there: Vec<_> = members.iter().map(|m| m.instance.to_string()).collect();
-            let cause =
-                format!("no instance `{wanted}` at {}; there are: {}", registry.url(), there.join(", "));
-            return Err(problem(Blame::Caller, cause));
-        };
+        let group = registry.lookup(&self.asked.prefill).await;
+        let group = group.map_err(|error| Problem::new(error.blame(), Stage::Lookup, error))?;
+        let member = group.members.first().ok_or_else(|| {
+            Problem::new(Blame::Us, Stage::Lookup, "the registry names an instance without processes")
+        })?;
         Ok(PeerAddr {
             instance: member.instance.clone(),
             incarnation: member.incarnation,

@@ -164,6 +164,7 @@ impl Instance {
             http: format!("http://{http}"),
             control: node.endpoint(),
             ranks: engine.placement().ranks(),
+            hosts: None,
             descriptor: engine.descriptor(),
             transports: node.transports().into_iter().map(|(_, endpoint)| endpoint).collect(),
         };
@@ -242,7 +243,7 @@ impl Instance {
 
 /// Sends what is written at once: an answer is many small lines, and the operating system would hold them back until
 /// the client acknowledges earlier ones.
-pub(crate) fn prompt(listener: TcpListener) -> impl Listener<Addr = SocketAddr> {
+fn prompt(listener: TcpListener) -> impl Listener<Addr = SocketAddr> {
     listener.tap_io(|stream| {
         if let Err(error) = stream.set_nodelay(true) {
             tracing::debug!(%error, "TCP_NODELAY");

@@ -1,12 +1,12 @@
 //! The registry role: membership and the admin endpoints on one port.
 
 use axum::{Json, Router, routing::get};
-use kvferry_registry::{Store, router};
+use kvferry_registry::{Guarded, Store, router};
 use serde_json::{Value, json};
 use tokio::net::TcpListener;
 use tokio_util::sync::CancellationToken;
 
-use crate::{ServerError, instance::prompt, process::ProcessCounts};
+use crate::{ServerError, process::ProcessCounts};
 
 /// Serves a registry on `listener` until `drain` is cancelled.
 ///
@@ -18,7 +18,8 @@ pub async fn serve_registry(listener: TcpListener, drain: CancellationToken) -> 
         .route("/debug/ledger", get(async || Json::<Value>(json!({ "process": ProcessCounts::now() }))))
         .merge(router(Store::default()));
     let closing = drain.clone();
-    let server = axum::serve(prompt(listener), app).with_graceful_shutdown(closing.cancelled_owned());
+    let server = axum::serve(Guarded::new(listener, Guarded::CONNECTIONS, Guarded::SILENCE), app)
+        .with_graceful_shutdown(closing.cancelled_owned());
     tokio::select! {
         served = async { server.await } => Ok(served?),
         // Members keep connections open; they are told by the next heartbeat that nobody answers.

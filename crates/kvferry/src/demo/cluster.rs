@@ -11,7 +11,7 @@ use std::{
 };
 
 use kvferry_plan::{Blame, InstanceId, LayoutSpec};
-use kvferry_registry::{Client, Member};
+use kvferry_registry::{Client, Group};
 use kvferry_server::InstanceClient;
 use serde::Deserialize;
 use tokio::{
@@ -40,7 +40,7 @@ const SHOWN: usize = 3;
 /// An instance as the demo speaks to it.
 pub(super) struct Handle {
     pub(super) client: InstanceClient,
-    pub(super) member: Member,
+    pub(super) group: Group,
     layout: LayoutSpec,
     pid: u32,
 }
@@ -69,9 +69,9 @@ impl Cluster {
             tokio::try_join!(prefill.ready(), decode.ready())?;
         let registry_client = Client::new(&url)?;
         let handle = async |child: &Child, url: &str, layout: &LayoutSpec| {
-            let member = registered(&registry_client, &child.instance()).await?;
+            let group = registered(&registry_client, &child.instance()).await?;
             let client = InstanceClient::new(url)?;
-            Ok::<_, Failure>(Handle { client, member, layout: layout.clone(), pid: child.pid })
+            Ok::<_, Failure>(Handle { client, group, layout: layout.clone(), pid: child.pid })
         };
         let cluster = Self {
             prefill: handle(&prefill, &prefill_url, &args.prefill).await?,
@@ -90,7 +90,7 @@ impl Cluster {
             .max()
             .unwrap_or(0);
         let facts = |at: &Handle| {
-            let (layout, ranks) = (at.layout.to_string(), at.member.ranks);
+            let (layout, ranks) = (at.layout.to_string(), at.group.ranks);
             format!("{layout:<width$}  {ranks} rank{}  pid {}", if ranks == 1 { " " } else { "s" }, at.pid)
         };
         [
@@ -109,11 +109,11 @@ impl Cluster {
 }
 
 /// Waits until the registry knows `instance`.
-async fn registered(registry: &Client, instance: &InstanceId) -> Result<Member, Failure> {
+async fn registered(registry: &Client, instance: &InstanceId) -> Result<Group, Failure> {
     let look = async {
         loop {
-            if let Some(member) = registry.find(instance).await? {
-                return Ok(member);
+            if let Some(group) = registry.find(instance).await? {
+                return Ok(group);
             }
             sleep(Duration::from_millis(10)).await;
         }

@@ -48,7 +48,7 @@ pub(super) async fn run(
     let to_prefill = PrefillRequest { key, prompt: prompt.ids.clone(), sampling: SamplingSpec::default() };
     let to_decode = DecodeRequest {
         key,
-        prefill: cluster.prefill.member.instance.clone(),
+        prefill: cluster.prefill.group.instance.clone(),
         prompt: prompt.ids.clone(),
         max_tokens: args.max_tokens,
         sampling: SamplingSpec::default(),
@@ -62,7 +62,7 @@ pub(super) async fn run(
     let (prefill, decoded) =
         both(cluster.prefill.client.prefill(&to_prefill), decode(cluster, &to_decode, on_token)).await?;
     let mut cache = Vec::new();
-    for rank in 0..cluster.decode.member.ranks {
+    for rank in 0..cluster.decode.group.ranks {
         cache.push(cluster.decode.client.kv(key, RankId(rank)).await?);
     }
     cluster.decode.client.release(key).await?;
