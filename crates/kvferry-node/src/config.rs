@@ -3,7 +3,7 @@
 use std::{net::SocketAddr, sync::Arc, time::Duration};
 
 use kvferry_arena::Arena;
-use kvferry_plan::{Descriptor, Incarnation, InstanceId};
+use kvferry_plan::{Descriptor, Incarnation, InstanceId, RankId};
 use kvferry_transport::{Inject, TransportKind};
 
 /// Bounds of a node.
@@ -19,6 +19,8 @@ pub struct Limits {
     pub missed: u32,
     /// For a control connection and the first messages on it.
     pub handshake: Duration,
+    /// For the rooms that are open at a shutdown to end by themselves.
+    pub drain: Duration,
     /// Accepted control connections.
     pub connections: usize,
     /// Bytes that may wait to be sent to one peer; a peer that does not read them is given up.
@@ -33,6 +35,7 @@ impl Default for Limits {
             heartbeat: Duration::from_millis(200),
             missed: 3,
             handshake: Duration::from_secs(1),
+            drain: Duration::from_secs(5),
             connections: 1024,
             outbox: 64 << 20,
         }
@@ -50,7 +53,9 @@ pub struct NodeConfig {
     pub bind: SocketAddr,
     /// What the instance caches and how.
     pub descriptor: Descriptor,
-    /// The pools, by rank.
+    /// The ranks of the instance that live in this process, ascending; all of them when absent.
+    pub hosts: Option<Vec<RankId>>,
+    /// The pools of those ranks, in their order.
     pub arenas: Vec<Arc<Arena>>,
     /// The transports to start, in order of preference.
     pub transports: Vec<TransportKind>,

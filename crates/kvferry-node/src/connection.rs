@@ -40,20 +40,26 @@ pub(crate) enum Gone {
     Unreachable(String),
     /// It ended.
     Lost(String),
+    /// The other end broke the protocol: how, as the ledger counts it, and in words.
+    Broken(&'static str, String),
 }
 
 impl fmt::Display for Gone {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Refused(mismatch) => write!(f, "refused: {mismatch}"),
-            Self::Unreachable(reason) | Self::Lost(reason) => f.write_str(reason),
+            Self::Unreachable(reason) | Self::Lost(reason) | Self::Broken(_, reason) => f.write_str(reason),
         }
     }
 }
 
 impl From<WireError> for Gone {
     fn from(error: WireError) -> Self {
-        Self::Lost(error.to_string())
+        let how = match error {
+            WireError::Length { .. } => "length",
+            _ => "malformed",
+        };
+        Self::Broken(how, error.to_string())
     }
 }
 
@@ -79,6 +85,8 @@ pub(crate) enum News {
     Paired { peer: Box<Peer>, outbox: Outbox },
     /// The peer says something.
     Said(Message),
+    /// The peer takes no new rooms.
+    Leaving,
     /// The last news.
     Gone(Gone),
 }
@@ -138,7 +146,10 @@ impl Listener {
                         drop(slot);
                     });
                 }
-                (Ok((_, from)), Err(_)) => tracing::warn!(%from, "too many control connections; closed"),
+                (Ok((_, from)), Err(_)) => {
+                    tracing::warn!(%from, "too many control connections; closed");
+                    self.shared.count_broken("full");
+                }
                 // Such as too many open files: other connections go on, so wait for one to end.
                 (Err(error), _) => {
                     tracing::warn!(%error, "cannot accept");
@@ -198,7 +209,7 @@ impl Connection {
         let greeted = tokio::select! {
             () = self.cancel.cancelled() => Err(Gone::Lost("closed here".into())),
             greeted = timeout(bound, self.greet(&mut read, &mut write)) => {
-                greeted.unwrap_or_else(|_| Err(Gone::Unreachable(format!("no hello within {bound:?}"))))
+                greeted.unwrap_or_else(|_| Err(Gone::Broken("silent", format!("no hello within {bound:?}"))))
             }
         };
         let gone = match greeted {
@@ -229,7 +240,7 @@ impl Connection {
                     PairingError::Refused(mismatch) | PairingError::RefusedByPeer(mismatch) => {
                         Gone::Refused(mismatch)
                     }
-                    other => Gone::Unreachable(other.to_string()),
+                    other => Gone::Broken("hello", other.to_string()),
                 })
             }
         }
@@ -257,16 +268,25 @@ impl Connection {
     }
 
     async fn read(&self, mut read: BufReader<OwnedReadHalf>, heard: &AtomicBool) -> Gone {
+        let mut left = None;
         loop {
             let message = receive(&mut read, MAX_MESSAGE).await;
             heard.store(true, Ordering::Relaxed);
             match message {
-                Ok(Message::Goodbye(bye)) => return Gone::Lost(format!("the peer left: {}", bye.reason)),
+                Ok(Message::Goodbye(bye)) => {
+                    left = Some(bye.reason);
+                    self.tell(News::Leaving).await;
+                }
                 Ok(Message::Refuse(Refuse { mismatch: Mismatch { field, ours, theirs } })) => {
                     return Gone::Refused(Mismatch { field, ours: theirs, theirs: ours });
                 }
                 Ok(message) => self.tell(News::Said(message)).await,
-                Err(gone) => return gone,
+                Err(gone) => {
+                    return match (left, gone) {
+                        (Some(reason), Gone::Lost(_)) => Gone::Lost(format!("the peer left: {reason}")),
+                        (_, gone) => gone,
+                    };
+                }
             }
         }
     }
@@ -336,12 +356,14 @@ impl WeakOutbox {
 async fn receive(read: &mut BufReader<OwnedReadHalf>, max: u32) -> Result<Message, Gone> {
     loop {
         let mut prefix = [0; 4];
-        read.read_exact(&mut prefix).await?;
+        let (first, rest) = prefix.split_at_mut(1);
+        read.read_exact(first).await?;
+        read.read_exact(rest).await.map_err(cut)?;
         let len = frame_len(prefix, max)?;
         let mut body = Vec::new();
         read.take(len.into()).read_to_end(&mut body).await?;
         if body.len() as u64 != u64::from(len) {
-            return Err(Gone::Lost("the connection was closed inside a message".into()));
+            return Err(Gone::Broken("cut", "the connection was closed inside a message".into()));
         }
         match decode(&body) {
             Err(WireError::UnknownKind { kind }) => {
@@ -349,5 +371,14 @@ async fn receive(read: &mut BufReader<OwnedReadHalf>, max: u32) -> Result<Messag
             }
             other => return Ok(other?),
         }
+    }
+}
+
+fn cut(error: std::io::Error) -> Gone {
+    match error.kind() {
+        std::io::ErrorKind::UnexpectedEof => {
+            Gone::Broken("cut", "the connection was closed inside a message".into())
+        }
+        _ => error.into(),
     }
 }

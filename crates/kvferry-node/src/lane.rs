@@ -12,6 +12,7 @@ use kvferry_transport::{Job, Link, PeerAddr, Transport, TransportError};
 use tokio::sync::mpsc;
 
 use crate::{
+    connection::ConnId,
     core::{Event, Shared},
     work,
 };
@@ -32,12 +33,16 @@ pub(crate) enum Half {
 pub(crate) struct Task {
     pub(crate) key: RoomKey,
     pub(crate) serial: u64,
+    /// The connection of the peer.
+    pub(crate) conn: ConnId,
     pub(crate) generation: Generation,
     pub(crate) pair: Arc<Pair>,
     /// Our own pages.
     pub(crate) table: Arc<PageTable>,
     pub(crate) source: RankId,
     pub(crate) tokens: TokenRange,
+    /// Of all target ranks those at the target's end of this lane.
+    pub(crate) targets: Arc<[RankId]>,
     pub(crate) digest: bool,
     pub(crate) half: Half,
 }
@@ -134,15 +139,14 @@ impl Worker {
         if self.closed.load(Ordering::Relaxed) {
             return Err(TransportError::Closed);
         }
-        let (pair, table) = (&task.pair, &task.table);
+        let (pair, table, targets) = (&task.pair, &task.table, &task.targets);
         let legs = match &task.half {
-            Half::Push => work::push_legs(pair, task.source, table, task.tokens)?,
-            Half::Pull(pages) => work::pull_legs(pair, task.source, pages, table, task.tokens)?,
+            Half::Push => work::push_legs(pair, task.source, table, task.tokens, targets)?,
+            Half::Pull(pages) => work::pull_legs(pair, task.source, pages, table, task.tokens, targets)?,
             Half::Digest => {
-                let arena = self.shared.arenas.get(task.source.index());
+                let arena = self.shared.arena(task.source);
                 let arena = arena.ok_or(TransportError::UnknownRank { rank: task.source, place: "here" })?;
-                let legs =
-                    work::digest_legs(pair, task.source, table, task.tokens, task.key, arena, task.digest)?;
+                let legs = work::digest_legs(task, arena)?;
                 report(&self.shared, task, Ok(legs));
                 return Ok(());
             }
@@ -201,6 +205,7 @@ fn report(shared: &Shared, task: &Task, result: Result<Vec<kvferry_session::Leg>
         side,
         key: task.key,
         serial: task.serial,
+        conn: task.conn,
         source: task.source,
         tokens: task.tokens,
         result: result.map_err(|e| work::cause(&e, side)),

@@ -70,6 +70,7 @@ impl Node {
             incarnation,
             descriptor: config.descriptor,
             pages,
+            hosts: config.hosts,
             transports: transports
                 .iter()
                 .map(|t| Endpoint { name: t.transport.name().into(), address: t.transport.endpoint() })
@@ -79,6 +80,7 @@ impl Node {
         let (inbox, remote) = mpsc::channel(1024);
         let stop = CancellationToken::new();
         let shared = Arc::new(Shared {
+            hosted: hello.ranks().into(),
             hello,
             arenas: config.arenas,
             transports,
@@ -164,8 +166,9 @@ impl Node {
         ledger
     }
 
-    /// Ends every room (peers are told at once), waits until their pages are free, says goodbye to the peers, closes
-    /// the transports and waits for every task. New rooms are refused meanwhile.
+    /// Drains and closes the node. New rooms are refused from now on, and the peers are told so; open rooms may end by
+    /// themselves for [`crate::Limits::drain`]; what is left then is ended with a cause. Comes back when no page is in
+    /// use, the transports are closed and every task has ended.
     pub async fn shutdown(&self) {
         self.events.send(Event::Shutdown).ok();
         self.shared.tracker.close();
@@ -179,19 +182,25 @@ impl Drop for Node {
     }
 }
 
-/// Checks that there is one pool per rank, of the layout that the descriptor says; their number of pages.
+/// Checks that there is one pool for each rank that lives here, of the layout that the descriptor says; their number of pages.
 fn check(config: &NodeConfig) -> Result<u32, NodeError> {
     let (shape, placement) = (&config.descriptor.shape, &config.descriptor.placement);
     placement.check(shape).map_err(|e| NodeError::Config(e.to_string()))?;
-    if config.arenas.len() as u64 != u64::from(placement.ranks()) {
-        let (pools, ranks) = (config.arenas.len(), placement.ranks());
+    let hosted = hosted(config);
+    if config.arenas.len() != hosted.len() {
+        let (pools, ranks) = (config.arenas.len(), hosted.len());
         return Err(NodeError::Config(format!("{pools} pools for {ranks} ranks")));
+    }
+    let ascending = hosted.windows(2).all(|pair| matches!(pair, [a, b] if a < b));
+    if !ascending || hosted.last().is_none_or(|last| last.0 >= placement.ranks()) {
+        let text = format!("hosts: name each rank of this process once, ascending, of {}", placement.ranks());
+        return Err(NodeError::Config(text));
     }
     if config.transports.is_empty() {
         return Err(NodeError::Config("no transport; name at least one of mem, shm and tcp".into()));
     }
     let pages = config.arenas.first().map_or(0, |a| a.layout().pages());
-    for (rank, arena) in (0..).map(RankId).zip(&config.arenas) {
+    for (rank, arena) in hosted.into_iter().zip(&config.arenas) {
         let layout = kvferry_plan::PoolLayout::new(shape, placement, rank, pages)
             .map_err(|e| NodeError::Config(e.to_string()))?;
         if layout != *arena.layout() {
@@ -200,6 +209,12 @@ fn check(config: &NodeConfig) -> Result<u32, NodeError> {
         }
     }
     Ok(pages)
+}
+
+/// The ranks that live here.
+fn hosted(config: &NodeConfig) -> Vec<RankId> {
+    let all = || (0..config.descriptor.placement.ranks()).map(RankId).collect();
+    config.hosts.clone().unwrap_or_else(all)
 }
 
 fn start_transports(config: &NodeConfig, incarnation: Incarnation) -> Result<Vec<Started>, NodeError> {
@@ -213,7 +228,7 @@ fn start_transports(config: &NodeConfig, incarnation: Incarnation) -> Result<Vec
     for &kind in &config.transports {
         let start = || {
             let transport = kind.start(setup.clone())?;
-            for (rank, arena) in (0..).map(RankId).zip(&config.arenas) {
+            for (rank, arena) in hosted(config).into_iter().zip(&config.arenas) {
                 transport.register(rank, Registration::host(arena.clone()))?;
             }
             Ok(transport)

@@ -37,8 +37,8 @@ pub struct SourceRoom {
 pub struct Receive {
     /// The room and the try.
     pub key: RoomKey,
-    /// Who computes it.
-    pub peer: PeerAddr,
+    /// Who computes it: every process of the prefill instance, in any order.
+    pub peers: Vec<PeerAddr>,
     /// Where it goes, the same on every rank. The pages belong to the room until the outcome is there.
     pub table: PageTable,
     /// The tokens wanted.
@@ -59,7 +59,7 @@ pub struct SourceReceipt {
     pub exposed_seconds: f64,
 }
 
-/// A room that was received: every byte is there and verified.
+/// A room that was received: every byte of the ranks that live in this process is there and verified.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Receipt {
     /// The token that prefill sampled.
@@ -74,6 +74,40 @@ pub struct Receipt {
     pub seconds: f64,
     /// What moved them.
     pub transport: TransportKind,
+}
+
+impl Receipt {
+    /// The receipt of a request whose target ranks live in several processes, from the outcomes of all of them: the
+    /// group's one decision, taken by whoever asked the processes. Bytes and copies add up; seconds are those of the
+    /// slowest.
+    ///
+    /// # Errors
+    /// The first process's error, when one failed: then the request was not received, and its pages are free in every
+    /// process, also where they had landed. [`RoomError::Rejected`] for no outcomes, or first tokens that differ.
+    pub fn join(
+        key: RoomKey,
+        outcomes: impl IntoIterator<Item = Result<Self, RoomError>>,
+    ) -> Result<Self, RoomError> {
+        let rejected = |reason: &str| RoomError::Rejected { key, reason: reason.into() };
+        let mut joined: Option<Self> = None;
+        for outcome in outcomes {
+            let part = outcome?;
+            joined = Some(match joined {
+                None => part,
+                Some(sum) if sum.first != part.first => {
+                    return Err(rejected("its processes were told different first tokens"));
+                }
+                Some(sum) => Self {
+                    bytes: Bytes(sum.bytes.0.saturating_add(part.bytes.0)),
+                    planned_bytes: Bytes(sum.planned_bytes.0.saturating_add(part.planned_bytes.0)),
+                    copies: sum.copies.saturating_add(part.copies),
+                    seconds: sum.seconds.max(part.seconds),
+                    ..sum
+                },
+            });
+        }
+        joined.ok_or_else(|| rejected("no process received it"))
+    }
 }
 
 pub(crate) type Slot<T> = watch::Sender<Option<Result<T, RoomError>>>;

@@ -3,9 +3,7 @@
 use std::{collections::BTreeSet, sync::Arc};
 
 use kvferry_arena::{Arena, digest_plan};
-use kvferry_plan::{
-    Blame, End, PageId, PageTable, Pair, PartDigest, Plan, RankId, RoomKey, TokenRange, Unsupported,
-};
+use kvferry_plan::{Blame, End, PageId, PageTable, Pair, PartDigest, Plan, RankId, TokenRange, Unsupported};
 use kvferry_session::{Cause, CauseKind, PageRef, Side, page_span};
 use kvferry_transport::{Leg, LegReport, TransportError};
 
@@ -32,20 +30,22 @@ pub(crate) fn push_legs(
     source: RankId,
     table: &PageTable,
     tokens: TokenRange,
+    targets: &[RankId],
 ) -> Result<Vec<Leg>, Unsupported> {
-    plans(pair, source, table, tokens)
+    plans(pair, source, table, tokens, targets)
         .map(|planned| planned.map(|(target, plan)| Leg { target, plan, source_pages: Vec::new() }))
         .collect()
 }
 
-/// The plans of one source rank to every target rank that it owes something, on identity pages there.
+/// The plans of one source rank to each of these target ranks that it owes something, on identity pages there.
 fn plans<'a>(
     pair: &'a Pair,
     source: RankId,
     table: &'a PageTable,
     tokens: TokenRange,
+    targets: &'a [RankId],
 ) -> impl Iterator<Item = Result<(RankId, Arc<Plan>), Unsupported>> + 'a {
-    (0..pair.dst().ranks()).map(RankId).filter_map(move |target| {
+    targets.iter().copied().filter_map(move |target| {
         let pages = page_span(pair.dst(), target, tokens).end;
         let identity = PageTable::identity(u32::try_from(pages).unwrap_or(u32::MAX));
         let plan = pair.plan(End { rank: source, table }, End { rank: target, table: &identity }, tokens);
@@ -60,13 +60,14 @@ pub(crate) fn pull_legs(
     offered: &[PageRef],
     table: &PageTable,
     tokens: TokenRange,
+    targets: &[RankId],
 ) -> Result<Vec<Leg>, Unsupported> {
     // Entries before the offered ones are not read.
     let before = usize::try_from(page_span(pair.src(), source, tokens).start).unwrap_or(usize::MAX);
     let entries = std::iter::repeat_n(PageId(0), before).chain(offered.iter().map(|p| p.page));
     let theirs = PageTable(entries.collect());
     let mut legs = Vec::new();
-    for target in (0..pair.dst().ranks()).map(RankId) {
+    for &target in targets {
         let plan = pair.plan(End { rank: source, table: &theirs }, End { rank: target, table }, tokens)?;
         if plan.is_empty() {
             continue;
@@ -89,20 +90,17 @@ pub(crate) fn pull_legs(
     Ok(legs)
 }
 
-/// The source's half of a pull: what every target rank must find, from the source's own memory.
+/// The source's half of a pull: what each of the task's target ranks must find, from the source's own memory.
 pub(crate) fn digest_legs(
-    pair: &Pair,
-    source: RankId,
-    table: &PageTable,
-    tokens: TokenRange,
-    key: RoomKey,
+    task: &crate::lane::Task,
     arena: &Arena,
-    digest: bool,
 ) -> Result<Vec<kvferry_session::Leg>, TransportError> {
-    plans(pair, source, table, tokens)
+    let crate::lane::Task { key, pair, table, source, tokens, digest, targets, .. } = task;
+    let (key, source, tokens) = (*key, *source, *tokens);
+    plans(pair, source, table, tokens, targets)
         .map(|planned| {
             let (target, plan) = planned?;
-            let parts = if digest {
+            let parts = if *digest {
                 digest_plan(arena, kvferry_arena::Side::Source, &plan, key, target)?
             } else {
                 let mut parts = Vec::new();

@@ -194,7 +194,7 @@ async fn tables_that_do_not_fit_are_the_callers_fault_and_named() {
         let ask = |n, pages: u32, tokens| {
             target.node.receive(Receive {
                 key: room(n),
-                peer: source.node.addr(),
+                peers: vec![source.node.addr()],
                 table: kvferry_plan::PageTable::identity(pages),
                 tokens: TokenRange::new(0, tokens),
                 transport: None,
@@ -257,10 +257,65 @@ async fn a_node_that_is_dropped_fails_the_rooms_of_its_peer_within_a_second() {
     }
 }
 
+/// A pair whose source ends what is open this long after it begins to shut down.
+fn draining(transport: TransportKind, drain: Duration) -> (Instance, Instance) {
+    let shape = CacheShape::mla(2, 20);
+    let mut recipe = Recipe::new("prefill", &shape, "tp=2,page=16", transport);
+    recipe.limits.drain = drain;
+    let target = start(&Recipe::new("decode", &shape, "tp=4,dcp=4,page=16", transport));
+    (start(&recipe), target)
+}
+
 #[tokio::test(flavor = "multi_thread")]
-async fn a_shutdown_tells_the_peers_and_waits_for_everything() {
+async fn a_shutdown_lets_open_rooms_end_and_takes_no_new_ones() {
     for transport in EVERY {
-        let (source, target) = nodes(transport);
+        let (source, target) = draining(transport, Duration::from_secs(10));
+        let key = room(1);
+        let (sending, receiving) = (source.send(key, 200), target.receive(key, 200, &source));
+        // Announced, but not opened yet: it is one of the rooms that are let in.
+        let (later, early) = (source.send(room(2), 50), target.receive(room(9), 50, &source));
+        soon(async {
+            while source.node.ledger().waiting == 0 {
+                sleep(Duration::from_millis(2)).await;
+            }
+        })
+        .await;
+        let down = tokio::spawn({
+            let node = source.node.clone();
+            async move { node.shutdown().await }
+        });
+        // An open that waits for a room that will never be announced now.
+        let error = within(SECOND, early.outcome()).await.unwrap_err();
+        assert_eq!(
+            (cause(&error).kind, error.blame()),
+            (CauseKind::Unavailable, Blame::Environment),
+            "{error}"
+        );
+        assert_eq!(soon(source.send(room(3), 10).outcome()).await, Err(RoomError::ShutDown));
+        let error = within(SECOND, target.receive(room(3), 10, &source).outcome()).await.unwrap_err();
+        assert!(error.to_string().contains("shutting down"), "{error}");
+        assert!(!down.is_finished());
+
+        later.abort("not needed");
+        compute_and_send(&source, &sending, 200, 50);
+        soon(receiving.outcome()).await.unwrap();
+        soon(sending.outcome()).await.unwrap();
+        assert_eq!(target.wrong_bytes(key, &target.table(200), TokenRange::new(0, 200)), 0, "{transport}");
+        within(SECOND * 2, down).await.unwrap();
+        assert!(source.node.ledger().is_quiet());
+        soon(async {
+            while target.node.ledger().connections > 0 {
+                sleep(Duration::from_millis(2)).await;
+            }
+        })
+        .await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_shutdown_ends_what_takes_too_long_and_tells_the_peers() {
+    for transport in EVERY {
+        let (source, target) = draining(transport, Duration::from_millis(200));
         let key = room(1);
         let (sending, receiving) = (source.send(key, 200), target.receive(key, 200, &source));
         sending.chunk(TokenRange::new(0, 50));
@@ -316,7 +371,7 @@ async fn a_silent_peer_is_dead_within_a_second_and_others_are_not_disturbed() {
     let sending = source.send(key, 100);
     let receiving = target.node.receive(Receive {
         key,
-        peer,
+        peers: vec![peer],
         table: target.table(100),
         tokens: TokenRange::new(0, 100),
         transport: None,

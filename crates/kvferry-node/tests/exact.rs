@@ -113,7 +113,7 @@ async fn the_transport_that_the_target_prefers_or_asks_for() {
     let ask = |n, transport| {
         target.node.receive(Receive {
             key: room(n),
-            peer: source.node.addr(),
+            peers: vec![source.node.addr()],
             table: target.table(20),
             tokens: TokenRange::new(0, 20),
             transport: Some(transport),

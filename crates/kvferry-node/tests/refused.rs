@@ -68,7 +68,7 @@ async fn another_start_or_another_instance_at_the_address_is_refused() {
     let ask = |n, peer: PeerAddr| {
         target.node.receive(Receive {
             key: room(n),
-            peer,
+            peers: vec![peer],
             table: target.table(8),
             tokens: TokenRange::new(0, 8),
             transport: None,
@@ -96,11 +96,22 @@ async fn strangers_on_the_port_cost_their_own_connection_only() {
     let target = start(&decode("decode"));
     let endpoint = source.node.endpoint();
     let mut idle = TcpStream::connect(&endpoint).await.unwrap();
-    for junk in
-        [&b"GET / HTTP/1.1\r\n\r\n"[..], &[0xff; 64], &[0; 8], &[5, 0, 0, 0, 0x82, 0, 0xff, 0xff, 0xff]]
-    {
+    let goodbye = kvferry_session::Message::Goodbye(kvferry_session::Goodbye { reason: "hi".into() });
+    let goodbye = kvferry_session::encode(&goodbye).unwrap();
+    for junk in [
+        &b"GET / HTTP/1.1\r\n\r\n"[..],
+        &[0xff; 64],
+        &[0; 8],
+        &[5, 0, 0, 0, 0x82, 0, 0xff, 0xff, 0xff],
+        &[9, 0],
+        &[9, 0, 0, 0, 0x82],
+        &goodbye,
+    ] {
         let mut stranger = TcpStream::connect(&endpoint).await.unwrap();
         stranger.write_all(junk).await.unwrap();
+        if junk.len() < 6 {
+            stranger.shutdown().await.unwrap();
+        }
         let mut answer = Vec::new();
         // Our hello, and then the end, well within the time that a silent peer gets.
         soon(stranger.read_to_end(&mut answer)).await.ok();
@@ -112,6 +123,14 @@ async fn strangers_on_the_port_cost_their_own_connection_only() {
     let mut answer = Vec::new();
     within(Duration::from_secs(3), idle.read_to_end(&mut answer)).await.ok();
     assert!(!answer.is_empty());
+    let counted = [("cut", 2), ("hello", 1), ("length", 3), ("malformed", 1), ("silent", 1)];
+    let counted = counted.map(|(how, n)| (how.to_owned(), n)).into();
+    soon(async {
+        while source.node.ledger().broken != counted {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    })
+    .await;
 }
 
 #[tokio::test(flavor = "multi_thread")]

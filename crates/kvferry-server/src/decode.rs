@@ -13,6 +13,7 @@ use futures_util::stream;
 use kvferry_engine::{Answer, Event, FirstToken, Request};
 use kvferry_node::{PeerAddr, Receipt, Receive};
 use kvferry_plan::{Blame, PageTable, TokenRange};
+use kvferry_registry::Member;
 use tokio::sync::mpsc;
 
 use crate::{
@@ -76,11 +77,11 @@ impl Room {
             granted = granted => granted.map_err(|error| Problem::engine(Stage::Admission, &error))?,
             problem = self.ended(Stage::Admission) => return Err(problem),
         };
-        let peer = tokio::select! {
-            peer = self.find_prefill() => peer?,
+        let peers = tokio::select! {
+            peers = self.find_prefill() => peers?,
             problem = self.ended(Stage::Lookup) => return Err(problem),
         };
-        let receipt = self.receive(peer, table).await?;
+        let receipt = self.receive(peers, table).await?;
         self.generate(&receipt).await
     }
 
@@ -92,23 +93,21 @@ impl Room {
         }
     }
 
-    async fn find_prefill(&self) -> Result<PeerAddr, Problem> {
+    async fn find_prefill(&self) -> Result<Vec<PeerAddr>, Problem> {
         let Shared { registry, .. } = &*self.shared;
         let group = registry.lookup(&self.asked.prefill).await;
         let group = group.map_err(|error| Problem::new(error.blame(), Stage::Lookup, error))?;
-        let member = group.members.first().ok_or_else(|| {
-            Problem::new(Blame::Us, Stage::Lookup, "the registry names an instance without processes")
-        })?;
-        Ok(PeerAddr {
-            instance: member.instance.clone(),
+        let address = |member: Member| PeerAddr {
+            instance: member.instance,
             incarnation: member.incarnation,
-            endpoint: member.control.clone(),
-        })
+            endpoint: member.control,
+        };
+        Ok(group.members.into_iter().map(address).collect())
     }
 
-    async fn receive(&self, peer: PeerAddr, table: PageTable) -> Result<Receipt, Problem> {
+    async fn receive(&self, peers: Vec<PeerAddr>, table: PageTable) -> Result<Receipt, Problem> {
         let tokens = TokenRange::new(0, self.asked.prompt.len() as u64);
-        let room = Receive { key: self.asked.key, peer, table, tokens, transport: None };
+        let room = Receive { key: self.asked.key, peers, table, tokens, transport: None };
         let handle = self.shared.node.receive(room);
         tokio::select! {
             outcome = handle.outcome() => {

@@ -151,6 +151,7 @@ impl Instance {
             incarnation: None,
             bind: (config.listen.ip(), 0).into(),
             descriptor: engine.descriptor(),
+            hosts: None,
             arenas: engine.arenas().to_vec(),
             transports: config.transports,
             digest: config.digest,

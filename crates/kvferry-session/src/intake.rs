@@ -27,7 +27,9 @@ pub(crate) struct Totals {
 pub(crate) struct Intake {
     tokens: TokenRange,
     sources: u32,
-    targets: u32,
+    /// Of all target ranks those that live here.
+    targets: Vec<RankId>,
+    all_targets: u32,
     digest: bool,
     offers: Coverage,
     landed: BTreeMap<(RankId, TokenRange, RankId), Leg>,
@@ -44,11 +46,12 @@ struct Manifest {
 }
 
 impl Intake {
-    pub(crate) fn new(pair: &Pair, tokens: TokenRange, digest: bool) -> Self {
+    pub(crate) fn new(pair: &Pair, targets: Vec<RankId>, tokens: TokenRange, digest: bool) -> Self {
         Self {
             tokens,
             sources: pair.src().ranks(),
-            targets: pair.dst().ranks(),
+            targets,
+            all_targets: pair.dst().ranks(),
             digest,
             offers: Coverage::new(pair.src().ranks(), tokens),
             landed: BTreeMap::new(),
@@ -93,10 +96,16 @@ impl Intake {
         let mut legs = BTreeMap::new();
         for leg in message.legs.iter().filter(|l| l.bytes() > Bytes(0)) {
             self.check_tokens(source, leg.tokens)?;
-            if leg.target.0 >= self.targets {
+            if leg.target.0 >= self.all_targets {
                 return Err(format!(
                     "source rank {source} declared bytes for target rank {}, of {}",
-                    leg.target, self.targets
+                    leg.target, self.all_targets
+                ));
+            }
+            if !self.targets.contains(&leg.target) {
+                return Err(format!(
+                    "source rank {source} declared bytes for target rank {}, which lives elsewhere",
+                    leg.target
                 ));
             }
             if legs.insert((leg.tokens, leg.target), leg.clone()).is_some() {
@@ -162,7 +171,7 @@ impl Intake {
             copies = copies.saturating_add(leg.copies);
         }
         let mut bytes = 0_u64;
-        for target in (0..self.targets).map(RankId) {
+        for &target in &self.targets {
             let (is, due) =
                 (by_target.get(&target).copied().unwrap_or(0), pair.target_bytes(target, self.tokens).0);
             if is != due {

@@ -39,7 +39,7 @@ pub use frame::{MAX_HELLO, MAX_MESSAGE, WireError, decode, encode, frame_len};
 pub use limits::Limits;
 pub use pairing::{Pairing, PairingError, Peer, page_span};
 pub use source::Source;
-pub use target::{Target, TargetRoom};
+pub use target::{SourceProcess, Target, TargetRoom};
 pub use time::Time;
 pub use tombstones::Tombstones;
 pub use wire::{

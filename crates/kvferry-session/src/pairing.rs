@@ -50,6 +50,8 @@ pub struct Peer {
     pub pair: Arc<Pair>,
     /// Pages of each of the peer's pools.
     pub pages: u32,
+    /// The ranks of its instance that live in the peer's process.
+    pub ranks: Vec<RankId>,
     /// The transports that both have, in our order of preference, with the peer's addresses.
     pub transports: Vec<Endpoint>,
     /// Digests are taken.
@@ -161,6 +163,8 @@ impl Pairing {
             theirs: format!("{} ({})", described.1, unsupported.reason),
         })?;
         self.check_pool(&pair, peer.pages)?;
+        check_hosts(&peer)?;
+        let ranks = peer.ranks();
 
         let theirs = |name: &str| peer.transports.iter().find(|e| e.name == name).cloned();
         let transports: Vec<_> = ours.transports.iter().filter_map(|e| theirs(&e.name)).collect();
@@ -181,6 +185,7 @@ impl Pairing {
             descriptor: Arc::new(peer.descriptor),
             pair: Arc::new(pair),
             pages: peer.pages,
+            ranks,
             transports,
             digest: ours.capabilities.has(Capabilities::DIGEST),
         })
@@ -218,6 +223,21 @@ impl Pairing {
         }
         Ok(())
     }
+}
+
+/// Ranks that are named must be some of the instance's, each once.
+fn check_hosts(peer: &Hello) -> Result<(), Mismatch> {
+    let ranks = peer.descriptor.placement.ranks();
+    let Some(hosts) = &peer.hosts else { return Ok(()) };
+    let ascending = hosts.windows(2).all(|pair| matches!(pair, [a, b] if a < b));
+    if ascending && hosts.last().is_some_and(|last| last.0 < ranks) {
+        return Ok(());
+    }
+    Err(Mismatch {
+        field: "hosts".into(),
+        ours: format!("some of {ranks} ranks, ascending"),
+        theirs: format!("{:?}", hosts.iter().take(8).map(|r| r.0).collect::<Vec<_>>()),
+    })
 }
 
 fn differ<T: PartialEq + ToString>(field: &str, ours: &T, theirs: &T) -> Result<(), Mismatch> {

@@ -15,14 +15,14 @@ use crate::{
 };
 
 /// A computed chunk and where each source rank keeps it.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 struct Chunk {
     tokens: TokenRange,
     pages: Vec<Vec<PageRef>>,
 }
 
 /// What the target's open settled.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 struct Reader {
     head: Head,
     tokens: TokenRange,
@@ -31,7 +31,7 @@ struct Reader {
     lease: Time,
 }
 
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 enum Phase {
     Running,
     /// Over for us. `verdict` is what the target said, if it has spoken; otherwise `cause` is ours.
@@ -48,11 +48,15 @@ enum Phase {
 /// manifests, and keeps the pages pinned until nobody reads them.
 ///
 /// The target decides whether the room was completed. A source that gives up asks it, so both have one end.
-#[derive(Debug)]
+///
+/// One machine serves one process of the target. A target in several processes is served by as many machines: copies
+/// of one that nobody has opened yet.
+#[derive(Clone, Debug)]
 pub struct Source {
     key: RoomKey,
     tokens: TokenRange,
-    ranks: u32,
+    /// Those that live here.
+    ranks: Vec<RankId>,
     limits: Limits,
     phase: Phase,
     reader: Option<Reader>,
@@ -67,9 +71,9 @@ pub struct Source {
 }
 
 impl Source {
-    /// A room for `tokens` of a request, held by `ranks` source ranks.
+    /// A room for `tokens` of a request, held by the source ranks `ranks`, which live in this process.
     #[must_use]
-    pub fn new(key: RoomKey, tokens: TokenRange, ranks: u32, limits: Limits, now: Time) -> Self {
+    pub fn new(key: RoomKey, tokens: TokenRange, ranks: Vec<RankId>, limits: Limits, now: Time) -> Self {
         Self {
             key,
             tokens,
@@ -106,7 +110,7 @@ impl Source {
         self.finish_if_due();
     }
 
-    /// A chunk is computed; `pages[rank]` are that source rank's pages of it, in the order of [`page_span`].
+    /// A chunk is computed; `pages` are, for each of our ranks, its pages of it, in the order of [`page_span`].
     pub fn chunk(&mut self, tokens: TokenRange, pages: Vec<Vec<PageRef>>, now: Time) {
         if !matches!(self.phase, Phase::Running) {
             return;
@@ -266,6 +270,15 @@ impl Source {
         }
     }
 
+    /// Why the room has failed, as soon as that is certain; its pages may still be read.
+    #[must_use]
+    pub fn failure(&self) -> Option<&Cause> {
+        match &self.phase {
+            Phase::Ending { verdict: Some(Err(cause)), .. } | Phase::Finished(Err(cause)) => Some(cause),
+            _ => None,
+        }
+    }
+
     /// The room.
     #[must_use]
     pub fn key(&self) -> RoomKey {
@@ -294,7 +307,7 @@ impl Source {
         if tokens.is_empty() {
             return;
         }
-        for source in (0..self.ranks).map(RankId) {
+        for (place, &source) in self.ranks.iter().enumerate() {
             let pages = match reader.mover {
                 Mover::Source => Vec::new(),
                 Mover::Target => {
@@ -303,7 +316,7 @@ impl Source {
                     let cut = page_span(reader.pair.src(), source, tokens);
                     let skip = usize::try_from(cut.start.saturating_sub(whole.start)).unwrap_or(usize::MAX);
                     let take = usize::try_from(cut.end - cut.start).unwrap_or(usize::MAX);
-                    let all = chunk.pages.get(source.index()).map(Vec::as_slice).unwrap_or_default();
+                    let all = chunk.pages.get(place).map(Vec::as_slice).unwrap_or_default();
                     all.iter().skip(skip).take(take).copied().collect()
                 }
             };
@@ -321,7 +334,7 @@ impl Source {
             return;
         }
         self.finals_sent = true;
-        for source in (0..self.ranks).map(RankId) {
+        for &source in &self.ranks {
             let legs = self.legs.get(&source).cloned().unwrap_or_default();
             let message = Final { head: reader.head, source, legs, first };
             self.actions.push_back(Action::Send(Message::Final(message)));

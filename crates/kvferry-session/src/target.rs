@@ -8,18 +8,42 @@ use alloc::{
     vec::Vec,
 };
 use core::time::Duration;
-use kvferry_plan::{Bytes, Pair, RankId, RoomKey, TokenRange};
+use kvferry_plan::{Bytes, Generation, Incarnation, Pair, RankId, RoomKey, TokenRange};
 
 use crate::{
     Abort, Action, Cause, CauseKind, Closed, Done, Head, Leg, Limits, Message, Mover, Offer, Open, Outcome,
     Received, Settled, Side, Time, Work, intake::Intake, page_span,
 };
 
+/// One process of the source instance.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct SourceProcess {
+    /// Its start.
+    pub incarnation: Incarnation,
+    /// The source ranks that live in it.
+    pub ranks: Vec<RankId>,
+    /// Pages of each of its pools.
+    pub pages: u32,
+}
+
 /// What a target wants to receive, and how.
+///
+/// A target in several processes has a room in each, and each room verifies the ranks of its own process, because
+/// only they can read those pools. Whether the *request* was received is decided once, by whoever asked the processes
+/// (the instance's scheduler, which has to tell them anyway what to do with the pages): it joins their outcomes. A
+/// process that fails is heard of by the others through the sources, which give up every room of the request.
 #[derive(Clone, Debug)]
 pub struct TargetRoom {
-    /// Address of everything that we send.
-    pub head: Head,
+    /// The room and the try.
+    pub key: RoomKey,
+    /// Our reservation.
+    pub generation: Generation,
+    /// Our start.
+    pub from: Incarnation,
+    /// Every process of the source; together they have all of its ranks, each once.
+    pub sources: Vec<SourceProcess>,
+    /// The target ranks that live here.
+    pub targets: Vec<RankId>,
     /// Source and target placement.
     pub pair: Arc<Pair>,
     /// Tokens wanted.
@@ -28,10 +52,20 @@ pub struct TargetRoom {
     pub transport: String,
     /// Who executes plans on it.
     pub mover: Mover,
-    /// Pages of each of the source's pools.
-    pub source_pages: u32,
     /// Digests are compared.
     pub digest: bool,
+}
+
+impl TargetRoom {
+    /// The head of what we send to one of the source's processes.
+    #[must_use]
+    pub fn head(&self, to: Incarnation) -> Head {
+        Head { key: self.key, generation: self.generation, from: self.from, to }
+    }
+
+    fn host(&self, source: RankId) -> Option<&SourceProcess> {
+        self.sources.iter().find(|s| s.ranks.contains(&source))
+    }
 }
 
 #[derive(Debug)]
@@ -53,24 +87,24 @@ pub struct Target {
     running: BTreeSet<(RankId, TokenRange)>,
     first_offer: Option<Time>,
     progress: Time,
-    /// The connection is gone: there is nobody to tell.
-    lost: bool,
+    /// Whose connection is gone: they cannot be told.
+    lost: Vec<Incarnation>,
     actions: VecDeque<Action>,
 }
 
 impl Target {
-    /// A room to be received from a paired peer.
+    /// A room to be received from paired peers.
     #[must_use]
     pub fn new(room: TargetRoom, limits: Limits, now: Time) -> Self {
         Self {
-            intake: Intake::new(&room.pair, room.tokens, room.digest),
+            intake: Intake::new(&room.pair, room.targets.clone(), room.tokens, room.digest),
             room,
             limits,
             phase: Phase::Granting,
             running: BTreeSet::new(),
             first_offer: None,
             progress: now,
-            lost: false,
+            lost: Vec::new(),
             actions: [Action::Grant].into(),
         }
     }
@@ -81,12 +115,8 @@ impl Target {
             (Phase::Granting, Ok(())) => {
                 self.phase = Phase::Live;
                 self.progress = now;
-                let open = Open {
-                    head: self.room.head,
-                    tokens: self.room.tokens,
-                    transport: self.room.transport.clone(),
-                };
-                self.actions.push_back(Action::Send(Message::Open(open)));
+                let (tokens, transport) = (self.room.tokens, self.room.transport.clone());
+                self.tell(None, |head| Message::Open(Open { head, tokens, transport: transport.clone() }));
             }
             (Phase::Granting, Err(cause)) => {
                 self.phase = Phase::Finished(Err(cause));
@@ -132,8 +162,10 @@ impl Target {
         }
         match result {
             Ok(legs) => {
-                let settled = Settled { head: self.room.head, source, tokens };
-                self.actions.push_back(Action::Send(Message::Settled(settled)));
+                if let Some(host) = self.room.host(source) {
+                    let settled = Settled { head: self.room.head(host.incarnation), source, tokens };
+                    self.actions.push_back(Action::Send(Message::Settled(settled)));
+                }
                 self.progress = now;
                 for leg in legs {
                     self.take(source, leg, now);
@@ -146,8 +178,19 @@ impl Target {
 
     /// A message of the source about this room.
     pub fn message(&mut self, message: &Message, now: Time) {
-        if message.head().is_none_or(|h| h.generation != self.room.head.generation) {
-            return;
+        let Some(head) = message.head().filter(|h| h.generation == self.room.generation) else { return };
+        let from = head.from;
+        let Some(process) = self.room.sources.iter().find(|s| s.incarnation == from) else { return };
+        let speaks_for = match message {
+            Message::Offer(offer) => Some(offer.source),
+            Message::Final(manifest) => Some(manifest.source),
+            _ => None,
+        };
+        // A rank that does not exist at all is found by the intake.
+        if let Some(rank) = speaks_for.filter(|r| r.0 < self.room.pair.src().ranks())
+            && !process.ranks.contains(&rank)
+        {
+            return self.protocol(format!("source rank {rank} does not live in the process {from}"), now);
         }
         match (&self.phase, message) {
             (Phase::Live, Message::Offer(offer)) => self.offer(offer, now),
@@ -160,11 +203,11 @@ impl Target {
                 self.complete(now);
             }
             (Phase::Live | Phase::Granting, Message::Abort(Abort { cause, .. })) => {
-                self.end(Err(cause.clone()), now);
+                self.give_up(Some(from), cause.clone(), now);
             }
             (Phase::Live | Phase::Granting, Message::Closed(Closed { cause, .. })) => {
                 let ended = || Cause::new(CauseKind::Unknown, Side::Source, "the room has ended there");
-                self.end(Err(cause.clone().unwrap_or_else(ended)), now);
+                self.give_up(Some(from), cause.clone().unwrap_or_else(ended), now);
             }
             (Phase::Live | Phase::Granting, other) => {
                 let text = format!("sent `{}` to a target", other.name());
@@ -180,10 +223,10 @@ impl Target {
         self.fail(cause, now);
     }
 
-    /// The connection to the source is gone.
-    pub fn peer_lost(&mut self, cause: Cause, now: Time) {
-        self.lost = true;
-        self.end(Err(cause), now);
+    /// The connection to one of the source's processes is gone, and with it the room.
+    pub fn peer_lost(&mut self, process: Incarnation, cause: Cause, now: Time) {
+        self.lost.push(process);
+        self.give_up(None, cause, now);
     }
 
     /// No byte of this room can land any more, apart from work that has not reported yet.
@@ -241,7 +284,7 @@ impl Target {
     /// The room.
     #[must_use]
     pub fn key(&self) -> RoomKey {
-        self.room.head.key
+        self.room.key
     }
 
     /// What was asked for.
@@ -270,8 +313,9 @@ impl Target {
                 );
                 return self.protocol(text, now);
             }
-            if let Some(bad) = offer.pages.iter().find(|p| p.page.0 >= self.room.source_pages) {
-                let text = format!("source page {} of a pool of {}", bad.page, self.room.source_pages);
+            let pool = self.room.host(offer.source).map_or(0, |host| host.pages);
+            if let Some(bad) = offer.pages.iter().find(|p| p.page.0 >= pool) {
+                let text = format!("source page {} of a pool of {pool}", bad.page);
                 return self.protocol(text, now);
             }
             self.running.insert((offer.source, offer.tokens));
@@ -301,10 +345,9 @@ impl Target {
             Ok(None) => {}
             Err(finding) => self.corrupt(finding, now),
             Ok(Some(totals)) => {
-                let done = Done { head: self.room.head, bytes: totals.bytes };
-                self.actions.push_back(Action::Send(Message::Done(done)));
-                let pair = &self.room.pair;
-                let due = (0..pair.dst().ranks()).map(|r| pair.target_bytes(RankId(r), self.room.tokens).0);
+                self.tell(None, |head| Message::Done(Done { head, bytes: totals.bytes }));
+                let TargetRoom { pair, targets, tokens, .. } = &self.room;
+                let due = targets.iter().map(|rank| pair.target_bytes(*rank, *tokens).0);
                 let received = Received {
                     first: totals.first,
                     bytes: totals.bytes,
@@ -325,13 +368,25 @@ impl Target {
         self.fail(Cause::new(CauseKind::Protocol, Side::Source, finding), now);
     }
 
-    /// Ends the room by our own decision, which the source is told at once.
+    /// Ends the room by our own decision, which every source process is told at once.
     fn fail(&mut self, cause: Cause, now: Time) {
+        self.give_up(None, cause, now);
+    }
+
+    /// Ends the room; all source processes but the one that said so are told at once.
+    fn give_up(&mut self, said: Option<Incarnation>, cause: Cause, now: Time) {
         if matches!(self.phase, Phase::Live | Phase::Granting) {
-            let abort = Abort { head: self.room.head, cause: cause.clone() };
-            self.actions.push_back(Action::Send(Message::Abort(abort)));
+            self.tell(said, |head| Message::Abort(Abort { head, cause: cause.clone() }));
         }
         self.end(Err(cause), now);
+    }
+
+    fn tell(&mut self, except: Option<Incarnation>, message: impl Fn(Head) -> Message) {
+        for SourceProcess { incarnation, .. } in &self.room.sources {
+            if Some(*incarnation) != except && !self.lost.contains(incarnation) {
+                self.actions.push_back(Action::Send(message(self.room.head(*incarnation))));
+            }
+        }
     }
 
     fn end(&mut self, outcome: Outcome<Received>, now: Time) {
@@ -353,10 +408,7 @@ impl Target {
         }
         let cause = outcome.as_ref().err().cloned();
         self.phase = Phase::Finished(outcome.clone());
-        if !self.lost {
-            let closed = Closed { head: self.room.head, cause };
-            self.actions.push_back(Action::Send(Message::Closed(closed)));
-        }
+        self.tell(None, |head| Message::Closed(Closed { head, cause: cause.clone() }));
         self.actions.push_back(Action::Finish);
     }
 

@@ -72,6 +72,18 @@ pub struct Hello {
     /// Its transports, in its order of preference.
     #[n(5)]
     pub transports: Vec<Endpoint>,
+    /// The ranks of its instance that live in the sender's process, ascending; all of them when absent.
+    #[n(6)]
+    pub hosts: Option<Vec<RankId>>,
+}
+
+impl Hello {
+    /// The ranks that live in the sender's process.
+    #[must_use]
+    pub fn ranks(&self) -> Vec<RankId> {
+        let all = || (0..self.descriptor.placement.ranks()).map(RankId).collect();
+        self.hosts.clone().unwrap_or_else(all)
+    }
 }
 
 /// The two do not fit; the connection ends.
@@ -279,7 +291,7 @@ pub struct Closed {
     pub cause: Option<Cause>,
 }
 
-/// The sender takes no new rooms and closes the connection.
+/// The sender takes no new rooms; it closes the connection when those that are open have ended.
 #[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
 #[cbor(map)]
 pub struct Goodbye {

@@ -19,6 +19,7 @@ fn hello(name: &str, spec: &str) -> Hello {
         transports: ["tcp", "shm"]
             .map(|name| Endpoint { name: name.into(), address: format!("{name}://here") })
             .into(),
+        hosts: None,
     }
 }
 

@@ -9,8 +9,8 @@ use kvferry_plan::{
 };
 use kvferry_session::{
     Abort, Action, Cause, CauseKind, Closed, Deadlines, Done, Final, FirstToken, Head, Leg, Limits, Message,
-    Mover, Offer, Open, PageRef, Settled, Side, Source, Target, TargetRoom, Time, Tombstones, Work,
-    page_span,
+    Mover, Offer, Open, PageRef, Settled, Side, Source, SourceProcess, Target, TargetRoom, Time, Tombstones,
+    Work, page_span,
 };
 use proptest::prelude::*;
 
@@ -43,12 +43,15 @@ fn pair() -> Arc<Pair> {
 
 fn target(mover: Mover, digest: bool) -> Target {
     let room = TargetRoom {
-        head: head(),
+        key: head().key,
+        generation: head().generation,
+        from: head().from,
+        sources: vec![SourceProcess { incarnation: head().to, ranks: vec![RankId(0), RankId(1)], pages: 8 }],
+        targets: vec![RankId(0)],
         pair: pair(),
         tokens: TokenRange::new(0, TOKENS),
         transport: "x".into(),
         mover,
-        source_pages: 8,
         digest,
     };
     let mut target = Target::new(room, Limits::default(), at(0));
@@ -335,7 +338,7 @@ fn a_target_names_what_is_late() {
 }
 
 fn source(mover: Option<Mover>) -> Source {
-    let mut source = Source::new(room(1), ALL, 2, Limits::default(), at(0));
+    let mut source = Source::new(room(1), ALL, vec![RankId(0), RankId(1)], Limits::default(), at(0));
     if let Some(mover) = mover {
         source.open(&open(ALL), mover, pair(), at(0));
     }
@@ -372,7 +375,7 @@ fn a_source_declares_what_was_executed_and_even_nothing() {
 #[test]
 fn a_source_offers_only_what_is_wanted_with_the_pages_of_it() {
     // Decode holds the first 9 tokens already.
-    let mut source = Source::new(room(1), ALL, 2, Limits::default(), at(0));
+    let mut source = Source::new(room(1), ALL, vec![RankId(0), RankId(1)], Limits::default(), at(0));
     source.chunk(TokenRange::new(0, 8), vec![refs(10..12), refs(10..12)], at(0));
     source.chunk(TokenRange::new(8, 16), vec![refs(12..14), refs(12..14)], at(0));
     source.open(&open(TokenRange::new(13, 16)), Mover::Target, pair(), at(0));
@@ -490,7 +493,7 @@ fn a_lost_connection_ends_both_without_asking() {
     assert_eq!(source.outcome(), Some(&Err(lost(Side::Target))));
 
     let mut target = target(Mover::Source, true);
-    target.peer_lost(lost(Side::Source), at(1));
+    target.peer_lost(head().to, lost(Side::Source), at(1));
     assert_eq!(actions(|| target.poll()), [Action::Fence]);
     target.fenced();
     assert_eq!(actions(|| target.poll()), [Action::Finish], "there is nobody to tell");

@@ -19,8 +19,8 @@ use kvferry_plan::{
     PartDigest, RankId, RoomId, RoomKey, TokenRange,
 };
 use kvferry_session::{
-    Action, Cause, CauseKind, FirstToken, Head, Leg, Limits, Message, Mover, Outcome, PageRef, Received,
-    Sent, Side, Source, Target, TargetRoom, Time, Tombstones, Work, decode, encode, page_span,
+    Action, Cause, CauseKind, FirstToken, Leg, Limits, Message, Mover, Outcome, PageRef, Received, Sent,
+    Side, Source, SourceProcess, Target, TargetRoom, Time, Tombstones, Work, decode, encode, page_span,
 };
 
 const FIRST: FirstToken = FirstToken { token: 42, logprob: -0.5 };
@@ -571,7 +571,10 @@ impl World {
                         self.source.iter_mut().for_each(|s| s.peer_lost(cause.clone(), now));
                     }
                     Side::Source => {}
-                    Side::Target => self.target.iter_mut().for_each(|t| t.peer_lost(cause.clone(), now)),
+                    Side::Target => {
+                        let source = start(self.life(Side::Source), Side::Source);
+                        self.target.iter_mut().for_each(|t| t.peer_lost(source, cause.clone(), now));
+                    }
                 }
             }
             Event::Crash(side) => self.crash(side),
@@ -587,7 +590,7 @@ impl World {
 
     fn announce(&mut self) {
         let now = self.time();
-        let ranks = self.pair.src().ranks();
+        let ranks = (0..self.pair.src().ranks()).map(RankId).collect();
         self.source = Some(Source::new(key(), self.tokens, ranks, self.limits, now));
         if let Some(open) = self.waiting.take() {
             self.opened(&open);
@@ -611,17 +614,19 @@ impl World {
 
     fn open(&mut self) {
         let room = TargetRoom {
-            head: Head {
-                key: key(),
-                generation: self.generation(),
-                from: start(self.life(Side::Target), Side::Target),
-                to: start(self.life(Side::Source), Side::Source),
-            },
+            key: key(),
+            generation: self.generation(),
+            from: start(self.life(Side::Target), Side::Target),
+            sources: vec![SourceProcess {
+                incarnation: start(self.life(Side::Source), Side::Source),
+                ranks: (0..self.pair.src().ranks()).map(RankId).collect(),
+                pages: PAGES,
+            }],
+            targets: (0..self.pair.dst().ranks()).map(RankId).collect(),
             pair: self.pair.clone(),
             tokens: self.tokens,
             transport: "sim".into(),
             mover: self.mover,
-            source_pages: PAGES,
             digest: true,
         };
         self.target = Some(Target::new(room, self.limits, self.time()));

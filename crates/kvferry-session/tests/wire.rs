@@ -40,6 +40,7 @@ fn hello(descriptor: Descriptor) -> Message {
         transports: [("tcp", "tcp://127.0.0.1:4711"), ("shm", "shm:///tmp/kvferry/sock")]
             .map(|(name, address)| Endpoint { name: name.into(), address: address.into() })
             .into(),
+        hosts: None,
     })
 }
 

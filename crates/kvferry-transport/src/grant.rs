@@ -13,7 +13,7 @@ pub struct Grant {
     pub key: RoomKey,
     /// Counts this target's reservations, so that a frame of an earlier one is recognised.
     pub generation: Generation,
-    /// The only process that may write.
+    /// The process that may write. A room that several processes fill has a grant for each, of one generation.
     pub peer: Incarnation,
     /// The layouts of the source and of this side. All ranks of the source may write what they owe.
     pub pair: Arc<Pair>,

@@ -6,7 +6,7 @@ use std::{
 };
 
 use kvferry_arena::{Arena, Memory};
-use kvferry_plan::{Attempt, Generation, Incarnation, RankId, RoomKey};
+use kvferry_plan::{Generation, Incarnation, RankId, RoomKey};
 
 use crate::{
     Grant, Link, Refusal, Registration, Setup, TransportError, TransportStats, room::Room, stats::Counters,
@@ -23,7 +23,8 @@ pub(crate) struct Local {
     pub(crate) setup: Setup,
     pub(crate) counters: Arc<Counters>,
     ranks: Mutex<BTreeMap<RankId, Arc<Arena>>>,
-    rooms: Mutex<BTreeMap<RoomKey, Arc<Room>>>,
+    /// By room and the process that may write it: a source instance may live in several.
+    rooms: Mutex<BTreeMap<(RoomKey, Incarnation), Arc<Room>>>,
     links: Mutex<Option<Vec<Weak<dyn Link>>>>,
 }
 
@@ -82,23 +83,25 @@ impl Local {
         if rooms.len() >= self.setup.limits.grants {
             return Err(TransportError::Busy { queued: rooms.len() });
         }
-        if rooms.contains_key(&key) {
+        let at = (key, grant.peer);
+        if rooms.contains_key(&at) {
             return invalid("the room is granted already; revoke it first".into());
         }
-        rooms.insert(key, Arc::new(Room::new(grant, arenas, self.setup.inject, &self.counters)));
+        rooms.insert(at, Arc::new(Room::new(grant, arenas, self.setup.inject, &self.counters)));
         Ok(())
     }
 
     pub(crate) fn revoke(&self, key: RoomKey, generation: Generation) {
-        let room = {
-            let mut rooms = lock(&self.rooms);
-            match rooms.get(&key) {
-                Some(room) if room.grant().generation == generation => rooms.remove(&key),
-                _ => None,
+        let mut revoked = Vec::new();
+        lock(&self.rooms).retain(|(of, _), room| {
+            let hit = *of == key && room.grant().generation == generation;
+            if hit {
+                revoked.push(Arc::clone(room));
             }
-        };
+            !hit
+        });
         // Outside the lock: other rooms go on while this one waits for its last frame.
-        if let Some(room) = room {
+        for room in revoked {
             room.fence();
         }
     }
@@ -111,15 +114,15 @@ impl Local {
         peer: Incarnation,
     ) -> Result<Arc<Room>, Refusal> {
         let rooms = lock(&self.rooms);
-        let Some(room) = rooms.get(&key) else {
-            let attempts =
-                RoomKey { attempt: Attempt(0), ..key }..=RoomKey { attempt: Attempt(u32::MAX), ..key };
-            let other = rooms.range(attempts).next().is_some();
-            return Err(if other { Refusal::Attempt } else { Refusal::Room });
+        let Some(room) = rooms.get(&(key, peer)) else {
+            let mut others = rooms.keys().map(|(other, _)| other).filter(|other| other.room == key.room);
+            let same = others.clone().any(|other| *other == key);
+            return Err(match others.next() {
+                Some(_) if same => Refusal::Peer,
+                Some(_) => Refusal::Attempt,
+                None => Refusal::Room,
+            });
         };
-        if room.grant().peer != peer {
-            return Err(Refusal::Peer);
-        }
         if room.grant().generation != generation {
             return Err(Refusal::Generation);
         }

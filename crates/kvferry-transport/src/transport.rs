@@ -96,7 +96,7 @@ pub trait Transport: Send + Sync + fmt::Debug {
     /// Target: allows the room to be written.
     ///
     /// # Errors
-    /// [`TransportError::Invalid`] when the room is granted already, a rank has no memory here, or the pages do not
+    /// [`TransportError::Invalid`] when the room is granted to that peer already, a rank has no memory here, or the pages do not
     /// fit the pool or the tokens; [`TransportError::Busy`] when too many rooms are granted.
     fn grant(&self, grant: Grant) -> Result<(), TransportError>;
 

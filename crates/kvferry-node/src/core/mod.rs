@@ -4,7 +4,7 @@ mod source;
 mod target;
 
 use std::{
-    collections::{HashMap, hash_map::Entry},
+    collections::{BTreeMap, HashMap, hash_map::Entry},
     sync::{Arc, Mutex, MutexGuard, PoisonError, atomic::AtomicU64},
     time::Instant,
 };
@@ -32,6 +32,8 @@ use crate::{
 #[derive(Debug)]
 pub(crate) struct Shared {
     pub(crate) hello: Hello,
+    /// The ranks that live here, and their pools.
+    pub(crate) hosted: Arc<[RankId]>,
     pub(crate) arenas: Vec<Arc<Arena>>,
     /// In order of preference.
     pub(crate) transports: Vec<Started>,
@@ -71,6 +73,16 @@ impl Started {
 impl Shared {
     fn transport(&self, name: &str) -> Option<Started> {
         self.transports.iter().find(|t| t.transport.name() == name).cloned()
+    }
+
+    /// The pool of a rank that lives here.
+    pub(crate) fn arena(&self, rank: RankId) -> Option<&Arc<Arena>> {
+        self.arenas.get(self.hosted.iter().position(|r| *r == rank)?)
+    }
+
+    /// Counts a connection whose other end broke the protocol.
+    pub(crate) fn count_broken(&self, how: &str) {
+        *self.ledger().broken.entry(how.to_owned()).or_default() += 1;
     }
 
     fn ledger(&self) -> MutexGuard<'_, Ledger> {
@@ -122,6 +134,7 @@ pub(crate) enum Event {
         side: Side,
         key: RoomKey,
         serial: u64,
+        conn: ConnId,
         source: RankId,
         tokens: TokenRange,
         result: Result<Vec<Leg>, Cause>,
@@ -138,7 +151,9 @@ pub(crate) enum Event {
 enum Timer {
     Source(RoomKey),
     Target(RoomKey),
-    Waiting(RoomKey),
+    Waiting(RoomKey, ConnId),
+    /// The rooms of a node that shuts down have had their time.
+    Drained,
 }
 
 /// A control connection. It has no peer while it is being dialled.
@@ -147,6 +162,8 @@ struct Conn {
     paired: Option<(Arc<Peer>, Outbox)>,
     /// By transport.
     lanes: HashMap<TransportKind, Lane>,
+    /// The peer takes no new rooms.
+    leaving: bool,
     /// What is to be said first: aborts of rooms that were given up before there was a connection.
     unsaid: Vec<Abort>,
 }
@@ -154,7 +171,6 @@ struct Conn {
 /// An open for a room that is not known here yet.
 #[derive(Debug)]
 struct Waiting {
-    conn: ConnId,
     open: Open,
     until: Time,
 }
@@ -166,7 +182,7 @@ pub(crate) struct Core {
     dialled: HashMap<PeerAddr, ConnId>,
     sources: HashMap<RoomKey, SourceEntry>,
     targets: HashMap<RoomKey, TargetEntry>,
-    waiting: HashMap<RoomKey, Waiting>,
+    waiting: BTreeMap<(RoomKey, ConnId), Waiting>,
     ended_sources: Tombstones,
     ended_targets: Tombstones,
     timers: Deadlines<Timer>,
@@ -182,7 +198,7 @@ impl Core {
             dialled: HashMap::new(),
             sources: HashMap::new(),
             targets: HashMap::new(),
-            waiting: HashMap::new(),
+            waiting: BTreeMap::new(),
             ended_sources: tombstones(),
             ended_targets: tombstones(),
             timers: Deadlines::default(),
@@ -216,9 +232,6 @@ impl Core {
             self.publish();
         }
         self.shared.listen.cancel();
-        for (_, outbox) in self.conns.values().filter_map(|c| c.paired.as_ref()) {
-            outbox.send(&Message::Goodbye(Goodbye { reason: "shutting down".into() })).ok();
-        }
         // Rooms that are still open are fenced before anybody is told that they have ended.
         let transports = self.shared.transports.clone();
         let closed = tokio::task::spawn_blocking(move || transports.iter().for_each(|t| t.transport.close()));
@@ -235,10 +248,10 @@ impl Core {
             Event::Receive { room, serial, slot } => self.receive(room, serial, slot),
             Event::Chunk { key, serial, tokens } => self.chunk(key, serial, tokens),
             Event::Finish { key, serial, first, at } => {
-                self.source(key, Some(serial), |e, _| e.room.finish(first, at));
+                self.source(key, Some(serial), |e, _| e.each(|room| room.finish(first, at)));
             }
             Event::Abort { side: Side::Source, key, serial, cause } => {
-                self.source(key, Some(serial), |e, now| e.room.abort(cause, now));
+                self.source(key, Some(serial), |e, now| e.each(|room| room.abort(cause.clone(), now)));
             }
             Event::Abort { side: Side::Target, key, serial, cause } => {
                 self.target(key, Some(serial), |e, now| e.abort(cause, now));
@@ -247,16 +260,18 @@ impl Core {
                 self.target(key, Some(serial), |e, now| e.drive(|room| room.granted(result, now)));
             }
             Event::Landed { serial, landed } => self.landed(serial, landed),
-            Event::Executed { side: Side::Source, key, serial, source, tokens, result } => {
-                self.source(key, Some(serial), |e, now| e.room.executed(source, tokens, result, now));
+            Event::Executed { side: Side::Source, key, serial, conn, source, tokens, result } => {
+                self.source(key, Some(serial), |e, now| {
+                    e.reader(conn, |room| room.executed(source, tokens, result, now));
+                });
             }
-            Event::Executed { side: Side::Target, key, serial, source, tokens, result } => {
+            Event::Executed { side: Side::Target, key, serial, source, tokens, result, .. } => {
                 self.target(key, Some(serial), |e, now| {
                     e.drive(|room| room.executed(source, tokens, result, now));
                 });
             }
             Event::Fenced { key, serial } => {
-                self.target(key, Some(serial), |e, _| e.drive(kvferry_session::Target::fenced));
+                self.target(key, Some(serial), |e, _| e.fenced());
             }
             Event::Shutdown => self.drain(),
         }
@@ -269,9 +284,17 @@ impl Core {
                 for abort in conn.unsaid.drain(..) {
                     outbox.send(&Message::Abort(abort)).ok();
                 }
+                if self.draining {
+                    outbox.send(&goodbye()).ok();
+                }
                 conn.paired = Some((Arc::from(peer), outbox));
                 for key in self.targets_of(id) {
                     self.open(key);
+                }
+            }
+            News::Leaving => {
+                if let Some(conn) = self.conns.get_mut(&id) {
+                    conn.leaving = true;
                 }
             }
             News::Said(message) => self.said(id, message),
@@ -285,7 +308,7 @@ impl Core {
         let Some(head) = message.head().copied() else {
             if let Message::Heartbeat(_) = message {
                 for key in self.sources_of(id) {
-                    self.source(key, None, |e, now| e.room.renew(now));
+                    self.source(key, None, |e, now| e.reader(id, |room| room.renew(now)));
                 }
             }
             return;
@@ -298,9 +321,15 @@ impl Core {
             (Side::Source, message) => {
                 // Before it is opened, only to give it up is anybody's business.
                 let abort = matches!(message, Message::Abort(_));
-                let ours = |e: &SourceEntry| e.conn == Some(id) || (e.conn.is_none() && abort);
+                let ours = |e: &SourceEntry| e.read_by(id) || (e.vacant() && abort);
                 if self.sources.get(&head.key).is_some_and(ours) {
-                    self.source(head.key, None, |e, now| e.room.message(&message, now));
+                    self.source(head.key, None, |e, now| {
+                        if e.read_by(id) {
+                            e.reader(id, |room| room.message(&message, now));
+                        } else {
+                            e.unread(|room| room.message(&message, now));
+                        }
+                    });
                 } else {
                     if let Message::Abort(abort) = &message {
                         self.aborted_early(id, abort);
@@ -309,7 +338,7 @@ impl Core {
                 }
             }
             (Side::Target, message) => {
-                if self.targets.get(&head.key).is_some_and(|e| e.conn == id) {
+                if self.targets.get(&head.key).is_some_and(|e| e.from(id)) {
                     self.target(head.key, None, |e, now| e.drive(|room| room.message(&message, now)));
                 } else {
                     self.answer(id, &message, Side::Target);
@@ -344,27 +373,32 @@ impl Core {
 
     /// A connection has ended: so have its rooms, and its links are closed.
     fn gone(&mut self, id: ConnId, gone: &Gone) {
-        if let Gone::Refused(mismatch) = gone {
-            *self.shared.ledger().refused.entry(mismatch.field.clone()).or_default() += 1;
+        match gone {
+            Gone::Refused(mismatch) => {
+                *self.shared.ledger().refused.entry(mismatch.field.clone()).or_default() += 1;
+            }
+            Gone::Broken(how, _) => self.shared.count_broken(how),
+            Gone::Unreachable(_) | Gone::Lost(_) => {}
         }
         self.dialled.retain(|_, conn| *conn != id);
-        self.waiting.retain(|_, waiting| waiting.conn != id);
+        self.waiting.retain(|(_, conn), _| *conn != id);
         for key in self.sources_of(id) {
             let cause = Cause::new(CauseKind::Lost, Side::Target, gone);
-            self.source(key, None, |e, now| e.room.peer_lost(cause, now));
+            self.source(key, None, |e, now| e.reader(id, |room| room.peer_lost(cause, now)));
         }
         for key in self.targets_of(id) {
-            self.target(key, None, |e, now| e.peer_gone(gone, now));
+            let peer = self.conns.get(&id).and_then(|c| c.paired.as_ref()).map(|(peer, _)| peer.incarnation);
+            self.target(key, None, |e, now| e.peer_gone(id, peer, gone, now));
         }
         self.conns.remove(&id);
     }
 
     fn sources_of(&self, id: ConnId) -> Vec<RoomKey> {
-        self.sources.iter().filter(|(_, e)| e.conn == Some(id)).map(|(key, _)| *key).collect()
+        self.sources.iter().filter(|(_, e)| e.read_by(id)).map(|(key, _)| *key).collect()
     }
 
     fn targets_of(&self, id: ConnId) -> Vec<RoomKey> {
-        self.targets.iter().filter(|(_, e)| e.conn == id).map(|(key, _)| *key).collect()
+        self.targets.iter().filter(|(_, e)| e.from(id)).map(|(key, _)| *key).collect()
     }
 
     /// The lane of a room, started when it is first needed.
@@ -393,15 +427,16 @@ impl Core {
             match timer {
                 Timer::Source(key) => self.source(key, None, |e, now| {
                     e.armed = None;
-                    e.room.tick(now);
+                    e.each(|room| room.tick(now));
                 }),
                 Timer::Target(key) => self.target(key, None, |e, now| {
                     e.armed = None;
                     e.drive(|room| room.tick(now));
                 }),
-                Timer::Waiting(key) => {
-                    if self.waiting.get(&key).is_some_and(|w| w.until <= now)
-                        && let Some(Waiting { conn, open, .. }) = self.waiting.remove(&key)
+                Timer::Drained => self.end_all(),
+                Timer::Waiting(key, conn) => {
+                    if self.waiting.get(&(key, conn)).is_some_and(|w| w.until <= now)
+                        && let Some(Waiting { open, .. }) = self.waiting.remove(&(key, conn))
                     {
                         let text = format!(
                             "room {key} was not announced within {:?}",
@@ -426,12 +461,26 @@ impl Core {
         }
     }
 
-    /// Ends all rooms and takes no new ones; the loop ends with the last room.
+    /// Takes no new rooms and says so; the loop ends with the last room, which has some time to end by itself.
     fn drain(&mut self) {
-        self.draining = true;
+        if std::mem::replace(&mut self.draining, true) {
+            return;
+        }
+        for (_, outbox) in self.conns.values().filter_map(|c| c.paired.as_ref()) {
+            outbox.send(&goodbye()).ok();
+        }
+        for ((_, conn), Waiting { open, .. }) in std::mem::take(&mut self.waiting) {
+            let cause = Cause::new(CauseKind::Unavailable, Side::Source, "the node is shutting down");
+            self.close_waiting(conn, &open, cause);
+        }
+        self.timers.push(self.now() + self.shared.limits.drain, Timer::Drained);
+    }
+
+    /// Ends all rooms.
+    fn end_all(&mut self) {
         let cause = |side| Cause::new(CauseKind::Unavailable, side, "the node is shutting down");
         for key in self.sources.keys().copied().collect::<Vec<_>>() {
-            self.source(key, None, |e, now| e.room.abort(cause(Side::Source), now));
+            self.source(key, None, |e, now| e.each(|room| room.abort(cause(Side::Source), now)));
         }
         for key in self.targets.keys().copied().collect::<Vec<_>>() {
             self.target(key, None, |e, now| e.abort(cause(Side::Target), now));
@@ -444,7 +493,7 @@ impl Core {
         ledger.sending = count(self.sources.len());
         ledger.receiving = count(self.targets.len());
         ledger.waiting = count(self.waiting.len());
-        ledger.leases = count(self.sources.values().filter(|e| e.room.leased()).count());
+        ledger.leases = count(self.sources.values().filter(|e| e.leased()).count());
         ledger.connections = count(self.conns.values().filter(|c| c.paired.is_some()).count());
         ledger.tombstones = count(self.ended_sources.len() + self.ended_targets.len());
     }
@@ -457,4 +506,8 @@ impl Core {
             Some(cause) => *ledger.failed.entry(format!("{:?}", cause.kind).to_lowercase()).or_default() += 1,
         }
     }
+}
+
+fn goodbye() -> Message {
+    Message::Goodbye(Goodbye { reason: "shutting down".into() })
 }

@@ -1,10 +1,10 @@
 //! Rooms that this node sends.
 
-use std::sync::Arc;
+use std::{sync::Arc, time::Duration};
 
-use kvferry_plan::{PageTable, RankId, RoomKey, TokenRange};
+use kvferry_plan::{Bytes, PageTable, RoomKey, TokenRange};
 use kvferry_session::{
-    Abort, Action, Cause, CauseKind, Mover, Open, Outcome, PageRef, Sent, Side, Source, Time, page_span,
+    Abort, Action, Cause, CauseKind, Mover, Open, Outcome, PageRef, Peer, Sent, Side, Source, Time, page_span,
 };
 use kvferry_transport::TransportKind;
 
@@ -17,17 +17,126 @@ use crate::{
     work,
 };
 
-/// A room that this node sends.
+/// A room that this node sends. A target in several processes has a reader for each; while ranks of it are missing
+/// there is one more, which nobody has opened yet and from which the next is copied.
 #[derive(Debug)]
 pub(super) struct SourceEntry {
-    pub(super) room: Source,
-    pub(super) conn: Option<ConnId>,
     pub(super) armed: Option<Time>,
+    key: RoomKey,
     serial: u64,
     table: Arc<PageTable>,
-    /// Settled by the open.
-    transport: Option<(TransportKind, Mover)>,
+    readers: Vec<Reader>,
+    /// One reader has failed and the others were told.
+    failed: bool,
     slot: Slot<SourceReceipt>,
+}
+
+#[derive(Debug)]
+struct Reader {
+    room: Source,
+    /// Settled by the open.
+    opened: Option<Opened>,
+}
+
+#[derive(Debug)]
+struct Opened {
+    conn: ConnId,
+    peer: Arc<Peer>,
+    kind: TransportKind,
+    mover: Mover,
+}
+
+impl Reader {
+    fn is_at(&self, id: ConnId) -> bool {
+        self.opened.as_ref().is_some_and(|o| o.conn == id)
+    }
+}
+
+impl SourceEntry {
+    pub(super) fn each(&mut self, mut act: impl FnMut(&mut Source)) {
+        self.readers.iter_mut().for_each(|r| act(&mut r.room));
+    }
+
+    /// The reader at the other end of a connection.
+    pub(super) fn reader(&mut self, id: ConnId, act: impl FnOnce(&mut Source)) {
+        if let Some(reader) = self.readers.iter_mut().find(|r| r.is_at(id)) {
+            act(&mut reader.room);
+        }
+    }
+
+    /// The reader that nobody has opened yet.
+    pub(super) fn unread(&mut self, act: impl FnOnce(&mut Source)) {
+        if let Some(reader) = self.readers.iter_mut().find(|r| r.opened.is_none()) {
+            act(&mut reader.room);
+        }
+    }
+
+    pub(super) fn read_by(&self, id: ConnId) -> bool {
+        self.readers.iter().any(|r| r.is_at(id))
+    }
+
+    pub(super) fn vacant(&self) -> bool {
+        self.readers.iter().any(|r| r.opened.is_none())
+    }
+
+    pub(super) fn leased(&self) -> bool {
+        self.readers.iter().any(|r| r.room.leased())
+    }
+
+    /// True for the first process that opens the room, and for the others of the same target instance.
+    fn takes(&self, peer: &Peer) -> bool {
+        let mut joined = self.readers.iter().filter_map(|r| r.opened.as_ref());
+        let fits = |other: &Peer| {
+            other.instance == peer.instance
+                && other.descriptor == peer.descriptor
+                && !other.ranks.iter().any(|rank| peer.ranks.contains(rank))
+        };
+        self.vacant() && joined.all(|o| fits(&o.peer))
+    }
+
+    fn join(&mut self, open: &Open, opened: Opened, now: Time) {
+        let (mover, pair) = (opened.mover, opened.peer.pair.clone());
+        let Some(vacant) = self.readers.iter_mut().find(|r| r.opened.is_none()) else { return };
+        let next = Reader { room: vacant.room.clone(), opened: None };
+        vacant.opened = Some(opened);
+        vacant.room.open(open, mover, pair.clone(), now);
+        let joined = self.readers.iter().filter_map(|r| r.opened.as_ref()).map(|o| o.peer.ranks.len());
+        if (joined.sum::<usize>() as u64) < u64::from(pair.dst().ranks()) {
+            self.readers.push(next);
+        }
+    }
+
+    /// A request that one process of the target cannot have is of no use to the others: they are told. True when
+    /// that happened now.
+    fn spread(&mut self, now: Time) -> bool {
+        let Some(cause) = self.readers.iter().find_map(|r| r.room.failure()).cloned() else { return false };
+        if std::mem::replace(&mut self.failed, true) {
+            return false;
+        }
+        self.each(|room| room.abort(cause.clone(), now));
+        true
+    }
+
+    /// How the room ended, once every reader has.
+    fn outcome(&self) -> Option<Outcome<Sent>> {
+        let mut sum = Sent { bytes: Bytes(0), copies: 0, exposed: Duration::ZERO };
+        let mut failure = None;
+        for reader in &self.readers {
+            match reader.room.outcome()? {
+                Ok(sent) => {
+                    sum.bytes = Bytes(sum.bytes.0.saturating_add(sent.bytes.0));
+                    sum.copies = sum.copies.saturating_add(sent.copies);
+                    sum.exposed = sum.exposed.max(sent.exposed);
+                }
+                Err(cause) => failure = failure.or(Some(cause.clone())),
+            }
+        }
+        Some(failure.map_or(Ok(sum), Err))
+    }
+
+    fn deadline(&self) -> Option<Time> {
+        self.readers.iter().filter_map(|r| r.room.deadline()).min()
+    }
 }
 
 impl Core {
@@ -50,21 +159,23 @@ impl Core {
             return;
         }
         let limits = self.shared.limits.rooms;
-        let ranks = self.shared.hello.descriptor.placement.ranks();
+        let ranks = self.shared.hosted.to_vec();
         let entry = SourceEntry {
-            room: Source::new(key, tokens, ranks, limits, self.now()),
-            conn: None,
             armed: None,
+            key,
             serial,
             table: Arc::new(table),
-            transport: None,
+            readers: vec![Reader { room: Source::new(key, tokens, ranks, limits, self.now()), opened: None }],
+            failed: false,
             slot,
         };
         self.sources.insert(key, entry);
-        match self.waiting.remove(&key) {
-            Some(Waiting { conn, open, .. }) => self.opened(conn, open),
-            None => self.source(key, None, |_, _| {}),
+        for conn in self.waiting_for(key) {
+            if let Some(Waiting { open, .. }) = self.waiting.remove(&(key, conn)) {
+                self.opened(conn, open);
+            }
         }
+        self.source(key, None, |_, _| {});
     }
 
     /// A target opens a room: it reads a room that nobody else reads, or waits for one that is not announced yet.
@@ -76,53 +187,49 @@ impl Core {
             }
             return self.wait(id, open);
         };
-        match entry.conn {
-            Some(conn) if conn == id => return,
-            Some(_) => {
-                let text = format!("room {key} is read by somebody else");
-                return self.close_waiting(id, &open, Cause::new(CauseKind::Unknown, Side::Source, text));
-            }
-            None => {}
+        if entry.read_by(id) {
+            return;
         }
         let Some((peer, _)) = self.conns.get(&id).and_then(|c| c.paired.as_ref()) else { return };
+        if !entry.takes(peer) {
+            let text = format!("room {key} is read by somebody else");
+            return self.close_waiting(id, &open, Cause::new(CauseKind::Unknown, Side::Source, text));
+        }
         let shared = peer.transports.iter().any(|e| e.name == open.transport);
         let Some(started) = self.shared.transport(&open.transport).filter(|_| shared) else {
             let text = format!("asks for the transport `{}`, which is not one of both", open.transport);
             return self.close_waiting(id, &open, Cause::new(CauseKind::Protocol, Side::Target, text));
         };
-        entry.conn = Some(id);
-        let mover = started.mover();
-        entry.transport = Some((started.kind, mover));
-        let pair = peer.pair.clone();
-        self.source(key, None, |e, now| e.room.open(&open, mover, pair, now));
+        let opened = Opened { conn: id, peer: peer.clone(), kind: started.kind, mover: started.mover() };
+        self.source(key, None, |e, now| e.join(&open, opened, now));
+    }
+
+    fn waiting_for(&self, key: RoomKey) -> Vec<ConnId> {
+        let all = (key, ConnId(0))..=(key, ConnId(u64::MAX));
+        self.waiting.range(all).map(|((_, conn), _)| *conn).collect()
     }
 
     fn wait(&mut self, conn: ConnId, open: Open) {
         let limits = self.shared.limits.rooms;
         let key = open.head.key;
-        let waits = self.waiting.values().filter(|w| w.conn == conn).count();
+        let waits = self.waiting.keys().filter(|(_, c)| *c == conn).count();
         if self.draining || waits >= limits.waiting {
             let text = format!("{waits} opens wait for their rooms already");
             return self.close_waiting(conn, &open, Cause::new(CauseKind::Unavailable, Side::Source, text));
         }
-        if let Some(other) = self.waiting.get(&key) {
-            if other.conn != conn {
-                let text = format!("room {key} is waited for by somebody else");
-                self.close_waiting(conn, &open, Cause::new(CauseKind::Unknown, Side::Source, text));
-            }
+        if self.waiting.contains_key(&(key, conn)) {
             return;
         }
         let until = self.now() + limits.join;
-        self.timers.push(until, Timer::Waiting(key));
-        self.waiting.insert(key, Waiting { conn, open, until });
+        self.timers.push(until, Timer::Waiting(key, conn));
+        self.waiting.insert((key, conn), Waiting { open, until });
     }
 
     /// A target gives up a room that is not announced here yet: it will not be opened when it is.
     pub(super) fn aborted_early(&mut self, id: ConnId, abort: &Abort) {
         let key = abort.head.key;
-        let theirs = self.waiting.get(&key).is_none_or(|w| w.conn == id);
-        if theirs && !self.sources.contains_key(&key) {
-            self.waiting.remove(&key);
+        self.waiting.remove(&(key, id));
+        if self.waiting_for(key).is_empty() && !self.sources.contains_key(&key) {
             let now = self.now();
             self.ended_sources.bury(key, Some(abort.cause.clone()), now);
         }
@@ -131,14 +238,17 @@ impl Core {
     pub(super) fn chunk(&mut self, key: RoomKey, serial: u64, tokens: TokenRange) {
         let Some(entry) = self.sources.get(&key).filter(|e| e.serial == serial) else { return };
         let placement = &self.shared.hello.descriptor.placement;
-        let pages: Result<Vec<Vec<PageRef>>, String> = (0..)
-            .map(RankId)
+        let hosted = self.shared.hosted.iter().copied();
+        let pages: Result<Vec<Vec<PageRef>>, String> = hosted
             .zip(&self.shared.arenas)
             .map(|(rank, arena)| work::page_refs(&entry.table, page_span(placement, rank, tokens), arena))
             .collect();
         self.source(key, Some(serial), |e, now| match pages {
-            Ok(pages) => e.room.chunk(tokens, pages, now),
-            Err(text) => e.room.abort(Cause::new(CauseKind::Aborted, Side::Source, text), now),
+            Ok(pages) => e.each(|room| room.chunk(tokens, pages.clone(), now)),
+            Err(text) => {
+                let cause = Cause::new(CauseKind::Aborted, Side::Source, text);
+                e.each(|room| room.abort(cause.clone(), now));
+            }
         });
     }
 
@@ -153,55 +263,66 @@ impl Core {
         if serial.is_none_or(|serial| serial == entry.serial) {
             act(&mut entry, self.now());
         }
-        while let Some(action) = entry.room.poll() {
-            self.carry_out_source(&mut entry, action);
+        loop {
+            let mut readers = std::mem::take(&mut entry.readers);
+            for reader in &mut readers {
+                while let Some(action) = reader.room.poll() {
+                    self.carry_out_source(&entry, reader, action);
+                }
+            }
+            entry.readers = readers;
+            if !entry.spread(self.now()) {
+                break;
+            }
         }
-        if let Some(outcome) = entry.room.outcome() {
-            let outcome = outcome.clone();
+        if let Some(outcome) = entry.outcome() {
             return self.end_source(key, &entry, outcome);
         }
-        Self::arm(&mut self.timers, &mut entry.armed, entry.room.deadline(), Timer::Source(key));
+        let deadline = entry.deadline();
+        Self::arm(&mut self.timers, &mut entry.armed, deadline, Timer::Source(key));
         self.sources.insert(key, entry);
     }
 
-    fn carry_out_source(&mut self, entry: &mut SourceEntry, action: Action) {
-        let key = entry.room.key();
-        let (Some(conn), Some((kind, mover)), Some(head)) = (entry.conn, entry.transport, entry.room.head())
+    fn carry_out_source(&mut self, entry: &SourceEntry, reader: &mut Reader, action: Action) {
+        let key = entry.key;
+        let (Some(Opened { conn, peer, kind, mover }), Some(head)) = (&reader.opened, reader.room.head())
         else {
             return;
         };
+        let (conn, kind) = (*conn, *kind);
         match action {
             Action::Send(message) => {
                 if let Err(error) = self.transmit(conn, &message) {
                     let text =
                         format!("{} does not fit a message: {error}; use larger chunks", message.name());
                     let now = self.now();
-                    entry.room.abort(Cause::new(CauseKind::Transport, Side::Source, text), now);
+                    reader.room.abort(Cause::new(CauseKind::Transport, Side::Source, text), now);
                 }
             }
             Action::Execute(piece) => {
                 let (source, tokens) = (piece.source, piece.tokens);
-                let paired = self.conns.get(&conn).and_then(|c| c.paired.as_ref());
-                let task = paired.map(|(peer, _)| Task {
+                let task = Task {
                     key,
                     serial: entry.serial,
+                    conn,
                     generation: head.generation,
                     pair: peer.pair.clone(),
                     table: entry.table.clone(),
                     source,
                     tokens,
+                    targets: peer.ranks.clone().into(),
                     digest: peer.digest,
                     half: match mover {
                         Mover::Source => Half::Push,
                         Mover::Target => Half::Digest,
                     },
-                });
-                match (self.lane(conn, kind), task) {
-                    (Some(lane), Some(task)) => lane.execute(task),
-                    _ => {
+                };
+                match self.lane(conn, kind) {
+                    Some(lane) => lane.execute(task),
+                    None => {
                         let gone = Cause::new(CauseKind::Lost, Side::Target, "the connection is gone");
                         let now = self.now();
-                        entry.room.executed(source, tokens, Err(gone), now);
+                        reader.room.executed(source, tokens, Err(gone), now);
                     }
                 }
             }

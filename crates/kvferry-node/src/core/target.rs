@@ -2,37 +2,41 @@
 
 use std::sync::Arc;
 
-use kvferry_plan::{Generation, PageTable, RankId, RoomKey};
+use kvferry_plan::{Generation, Incarnation, PageTable, RankId, RoomKey};
 use kvferry_session::{
-    Abort, Action, Cause, CauseKind, Head, Mover, Outcome, Received, Side, Target, TargetRoom, Time,
+    Abort, Action, Cause, CauseKind, Head, Mover, Outcome, Peer, Received, Side, SourceProcess, Target,
+    TargetRoom, Time,
 };
-use kvferry_transport::{Grant, Landed, TransportKind};
+use kvferry_transport::{Grant, Landed, Refusal, TransportError, TransportKind};
 
 use super::{Conn, Core, Event, Started, Timer};
 use crate::{
-    Receipt, Receive, RoomError,
+    PeerAddr, Receipt, Receive, RoomError,
     connection::{ConnId, Connection, Gone},
     lane::{Half, Task},
     room::Slot,
     work,
 };
 
-/// A room that this node receives. It has no machine until its peer is paired.
+/// A room that this node receives. It has no machine until all of its peers are paired.
 #[derive(Debug)]
 pub(super) struct TargetEntry {
-    pub(super) conn: ConnId,
     pub(super) armed: Option<Time>,
     key: RoomKey,
     serial: u64,
+    /// In the order of the peers that were asked for.
+    conns: Vec<ConnId>,
     asked: Receive,
     table: Arc<PageTable>,
     stage: Stage,
+    /// Fences that have not reported.
+    fences: usize,
     slot: Slot<Receipt>,
 }
 
 #[derive(Debug)]
 enum Stage {
-    /// Waiting for the connection.
+    /// Waiting for connections.
     Dialling,
     /// Driven by its machine.
     Open(Box<Target>, TransportKind),
@@ -47,6 +51,19 @@ impl TargetEntry {
         }
     }
 
+    /// True when the room comes from the peer of that connection.
+    pub(super) fn from(&self, id: ConnId) -> bool {
+        self.conns.contains(&id)
+    }
+
+    /// One fence has reported.
+    pub(super) fn fenced(&mut self) {
+        self.fences = self.fences.saturating_sub(1);
+        if self.fences == 0 {
+            self.drive(Target::fenced);
+        }
+    }
+
     pub(super) fn abort(&mut self, cause: Cause, now: Time) {
         match &mut self.stage {
             Stage::Open(room, _) => room.abort(cause, now),
@@ -57,8 +74,11 @@ impl TargetEntry {
         }
     }
 
-    pub(super) fn peer_gone(&mut self, gone: &Gone, now: Time) {
-        let peer = self.asked.peer.instance.clone();
+    /// The connection to a peer is gone, which has `started` if it was ever paired.
+    pub(super) fn peer_gone(&mut self, id: ConnId, started: Option<Incarnation>, gone: &Gone, now: Time) {
+        let place = self.conns.iter().position(|c| *c == id);
+        let Some(addr) = place.and_then(|at| self.asked.peers.get(at)) else { return };
+        let peer = addr.instance.clone();
         match (&mut self.stage, gone) {
             (Stage::Dialling, Gone::Refused(mismatch)) => {
                 self.stage = Stage::Over(RoomError::Incompatible { peer, mismatch: mismatch.clone() });
@@ -66,12 +86,13 @@ impl TargetEntry {
             (Stage::Dialling, gone) => {
                 self.stage = Stage::Over(RoomError::Unreachable {
                     peer,
-                    endpoint: self.asked.peer.endpoint.clone(),
+                    endpoint: addr.endpoint.clone(),
                     reason: gone.to_string(),
                 });
             }
             (Stage::Open(room, _), gone) => {
-                room.peer_lost(Cause::new(CauseKind::Lost, Side::Source, gone), now);
+                let process = started.unwrap_or(addr.incarnation);
+                room.peer_lost(process, Cause::new(CauseKind::Lost, Side::Source, gone), now);
             }
             (Stage::Over(_), _) => {}
         }
@@ -88,6 +109,8 @@ impl Core {
             Some(reject("this attempt was started before; a retry is a new attempt"))
         } else if asked.tokens.is_empty() {
             Some(reject("a room without tokens"))
+        } else if asked.peers.is_empty() {
+            Some(reject("a room without peers"))
         } else {
             None
         };
@@ -95,57 +118,95 @@ impl Core {
             slot.send_replace(Some(Err(error)));
             return;
         }
-        let conn = self.dial(&asked);
+        let conns = asked.peers.iter().map(|peer| self.dial(peer)).collect();
         let table = Arc::new(asked.table.clone());
-        let entry =
-            TargetEntry { conn, armed: None, key, serial, asked, table, stage: Stage::Dialling, slot };
+        let entry = TargetEntry {
+            armed: None,
+            key,
+            serial,
+            conns,
+            asked,
+            table,
+            stage: Stage::Dialling,
+            fences: 0,
+            slot,
+        };
         self.targets.insert(key, entry);
         self.open(key);
     }
 
-    /// The connection to a room's peer, dialled when there is none.
-    fn dial(&mut self, asked: &Receive) -> ConnId {
-        if let Some(conn) = self.dialled.get(&asked.peer) {
+    /// The connection to a peer, dialled when there is none.
+    fn dial(&mut self, peer: &PeerAddr) -> ConnId {
+        if let Some(conn) = self.dialled.get(peer) {
             return *conn;
         }
-        let connection = Connection::new(&self.shared, Side::Target, Some(asked.peer.clone()));
+        let connection = Connection::new(&self.shared, Side::Target, Some(peer.clone()));
         let id = connection.id;
         self.conns.insert(id, Conn::default());
-        self.dialled.insert(asked.peer.clone(), id);
-        self.shared.tracker.spawn(connection.dial(asked.peer.endpoint.clone()));
+        self.dialled.insert(peer.clone(), id);
+        self.shared.tracker.spawn(connection.dial(peer.endpoint.clone()));
         id
     }
 
-    /// Opens a room whose peer is paired.
+    /// Opens a room whose peers are all paired.
     pub(super) fn open(&mut self, key: RoomKey) {
         let (limits, now) = (self.shared.limits.rooms, self.now());
-        let Some(entry) = self.targets.get_mut(&key).filter(|e| matches!(e.stage, Stage::Dialling)) else {
+        let Some(entry) = self.targets.get(&key).filter(|e| matches!(e.stage, Stage::Dialling)) else {
             return;
         };
-        let Some((peer, _)) = self.conns.get(&entry.conn).and_then(|c| c.paired.as_ref()) else { return };
+        let conns = entry.conns.iter().map(|id| self.conns.get(id));
+        let paired = conns.clone().map(|c| c?.paired.as_ref().map(|(peer, _)| peer));
+        let Some(peers) = paired.collect::<Option<Vec<&Arc<Peer>>>>() else { return };
+        let leaving = conns.flatten().any(|c| c.leaving);
         let wanted = entry.asked.transport.map(|kind| kind.to_string());
-        let named = peer.transports.iter().find(|e| wanted.as_ref().is_none_or(|w| *w == e.name));
-        let Some(started) = named.and_then(|e| self.shared.transport(&e.name)) else {
-            let both: Vec<_> = peer.transports.iter().map(|e| e.name.as_str()).collect();
-            let reason = format!(
+        let stage = if leaving {
+            let text = "the peer is shutting down and takes no new rooms; look for another";
+            let cause = Cause::new(CauseKind::Unavailable, Side::Source, text);
+            Stage::Over(RoomError::Ended { key, cause, side: Side::Target })
+        } else {
+            match whole(&peers).and_then(|first| Ok((first, self.choose(&peers, wanted)?))) {
+                Err(reason) => Stage::Over(RoomError::Rejected { key, reason }),
+                Ok((first, started)) => {
+                    let process = |peer: &&Arc<Peer>| SourceProcess {
+                        incarnation: peer.incarnation,
+                        ranks: peer.ranks.clone(),
+                        pages: peer.pages,
+                    };
+                    let room = TargetRoom {
+                        key,
+                        generation: Generation(entry.serial),
+                        from: first.ours,
+                        sources: peers.iter().map(process).collect(),
+                        targets: self.shared.hosted.to_vec(),
+                        pair: first.pair.clone(),
+                        tokens: entry.asked.tokens,
+                        transport: started.transport.name().into(),
+                        mover: started.mover(),
+                        digest: first.digest,
+                    };
+                    Stage::Open(Box::new(Target::new(room, limits, now)), started.kind)
+                }
+            }
+        };
+        if let Some(entry) = self.targets.get_mut(&key) {
+            entry.stage = stage;
+        }
+        self.target(key, None, |_, _| {});
+    }
+
+    /// The transport that is asked for, or the first in our order that all peers have.
+    fn choose(&self, peers: &[&Arc<Peer>], wanted: Option<String>) -> Result<Started, String> {
+        let shared = |name: &str| peers.iter().all(|p| p.transports.iter().any(|e| e.name == name));
+        let mut all = self.shared.transports.iter().filter(|t| shared(t.transport.name()));
+        let fits = |t: &&Started| wanted.as_ref().is_none_or(|w| w == t.transport.name());
+        all.clone().find(fits).cloned().ok_or_else(|| {
+            let names: Vec<_> = all.by_ref().map(|t| t.transport.name()).collect();
+            format!(
                 "the transport `{}` is not one of both; {} are",
                 wanted.unwrap_or_default(),
-                both.join(", ")
-            );
-            entry.stage = Stage::Over(RoomError::Rejected { key, reason });
-            return self.target(key, None, |_, _| {});
-        };
-        let room = TargetRoom {
-            head: Head { key, generation: Generation(entry.serial), from: peer.ours, to: peer.incarnation },
-            pair: peer.pair.clone(),
-            tokens: entry.asked.tokens,
-            transport: started.transport.name().into(),
-            mover: started.mover(),
-            source_pages: peer.pages,
-            digest: peer.digest,
-        };
-        entry.stage = Stage::Open(Box::new(Target::new(room, limits, now)), started.kind);
-        self.target(key, None, |_, _| {});
+                names.join(", ")
+            )
+        })
     }
 
     pub(super) fn landed(&mut self, serial: u64, landed: Landed) {
@@ -153,7 +214,7 @@ impl Core {
         let result = outcome.map(|report| work::reported(report, tokens)).map_err(|error| {
             // The source sent what does not fit, unless it is our own memory.
             let at = match error {
-                kvferry_transport::TransportError::Arena(_) => Side::Target,
+                TransportError::Arena(_) => Side::Target,
                 _ => Side::Source,
             };
             let text = format!("tokens {tokens} from source rank {source}: {error}");
@@ -201,81 +262,104 @@ impl Core {
 
     /// Tells the peer of a room that was given up before there was a connection, as soon as there is one.
     fn say_later(&mut self, entry: &TargetEntry, error: &RoomError) {
-        if let RoomError::Ended { key, cause, .. } = error
-            && let Some(conn) = self.conns.get_mut(&entry.conn)
-        {
+        let RoomError::Ended { key, cause, .. } = error else { return };
+        for (id, peer) in entry.conns.iter().zip(&entry.asked.peers) {
             let head = Head {
                 key: *key,
                 generation: Generation(entry.serial),
                 from: self.shared.hello.incarnation,
-                to: entry.asked.peer.incarnation,
+                to: peer.incarnation,
             };
-            conn.unsaid.push(Abort { head, cause: cause.clone() });
+            let abort = Abort { head, cause: cause.clone() };
+            match self.conns.get_mut(id) {
+                Some(Conn { paired: Some((_, outbox)), .. }) => {
+                    outbox.send(&kvferry_session::Message::Abort(abort)).ok();
+                }
+                Some(conn) => conn.unsaid.push(abort),
+                None => {}
+            }
         }
     }
 
     fn carry_out_target(&mut self, entry: &mut TargetEntry, kind: TransportKind, action: Action) {
         let Stage::Open(room, _) = &entry.stage else { return };
         let asked = room.room().clone();
-        let (key, serial, conn, generation) = (entry.key, entry.serial, entry.conn, asked.head.generation);
+        let (key, serial, generation) = (entry.key, entry.serial, asked.generation);
         let Some(Started { transport, .. }) = self.shared.transport(&asked.transport) else { return };
         match action {
             Action::Send(message) => {
-                if let Err(error) = self.transmit(conn, &message) {
+                let to = message.head().map(|head| head.to);
+                let at = asked.sources.iter().position(|s| Some(s.incarnation) == to);
+                let Some(conn) = at.and_then(|at| entry.conns.get(at)) else { return };
+                if let Err(error) = self.transmit(*conn, &message) {
                     let now = self.now();
                     entry.abort(Cause::new(CauseKind::Transport, Side::Target, error), now);
                 }
             }
             Action::Grant => {
-                let events = self.shared.events.clone();
-                let grant = Grant {
-                    key,
-                    generation,
-                    peer: asked.head.to,
-                    ranks: (0..asked.pair.dst().ranks()).map(RankId).collect(),
-                    pair: asked.pair,
-                    table: PageTable::clone(&entry.table),
-                    tokens: asked.tokens,
-                    digest: asked.digest,
-                    landed: Arc::new(move |landed| {
-                        events.send(Event::Landed { serial, landed }).ok();
-                    }),
-                };
+                let table = PageTable::clone(&entry.table);
+                let grants: Vec<_> = asked
+                    .sources
+                    .iter()
+                    .map(|process| Grant {
+                        key,
+                        generation,
+                        peer: process.incarnation,
+                        ranks: asked.targets.clone(),
+                        pair: asked.pair.clone(),
+                        table: table.clone(),
+                        tokens: asked.tokens,
+                        digest: asked.digest,
+                        landed: self.landing(serial, process.ranks.clone()),
+                    })
+                    .collect();
                 let events = self.shared.events.clone();
                 self.shared.tracker.spawn_blocking(move || {
-                    let result = transport.grant(grant).map_err(|e| work::cause(&e, Side::Target));
+                    let all = grants.into_iter().try_for_each(|grant| transport.grant(grant));
+                    let result = all.map_err(|e| {
+                        transport.revoke(key, generation);
+                        work::cause(&e, Side::Target)
+                    });
                     events.send(Event::Granted { key, serial, result }).ok();
                 });
             }
             Action::Execute(piece) => {
                 let (source, tokens) = (piece.source, piece.tokens);
-                let paired = self.conns.get(&conn).and_then(|c| c.paired.as_ref());
-                let task = paired.map(|(peer, _)| Task {
-                    key,
-                    serial,
-                    generation,
-                    pair: peer.pair.clone(),
-                    table: entry.table.clone(),
-                    source,
-                    tokens,
-                    digest: peer.digest,
-                    half: Half::Pull(piece.pages),
-                });
-                match (self.lane(conn, kind), task) {
-                    (Some(lane), Some(task)) => lane.execute(task),
-                    _ => {
-                        let gone = Cause::new(CauseKind::Lost, Side::Source, "the connection is gone");
-                        let now = self.now();
-                        entry.drive(|room| room.executed(source, tokens, Err(gone), now));
-                    }
+                let host = asked.sources.iter().position(|s| s.ranks.contains(&source));
+                let conn = host.and_then(|at| entry.conns.get(at)).copied();
+                let lane = conn.and_then(|conn| Some((conn, self.lane(conn, kind)?)));
+                if let Some((conn, lane)) = lane {
+                    lane.execute(Task {
+                        key,
+                        serial,
+                        conn,
+                        generation,
+                        pair: asked.pair,
+                        table: entry.table.clone(),
+                        source,
+                        tokens,
+                        targets: asked.targets.into(),
+                        digest: asked.digest,
+                        half: Half::Pull(piece.pages),
+                    });
+                } else {
+                    let gone = Cause::new(CauseKind::Lost, Side::Source, "the connection is gone");
+                    let now = self.now();
+                    entry.drive(|room| room.executed(source, tokens, Err(gone), now));
                 }
             }
             Action::Fence => {
-                // What we pull ourselves stops on the lane; what is pushed stops at the grant.
-                let lane = self.conns.get(&conn).and_then(|c| c.lanes.get(&kind));
-                if let Some(lane) = lane.filter(|_| asked.mover == Mover::Target) {
-                    return lane.fence(key, serial, Some(generation));
+                // What we pull ourselves stops on its lanes; what is pushed stops at the grants.
+                let conns = entry.conns.iter().filter_map(|id| self.conns.get(id));
+                let lanes = conns.filter_map(|c| c.lanes.get(&kind)).filter(|_| asked.mover == Mover::Target);
+                for lane in lanes {
+                    entry.fences += 1;
+                    lane.fence(key, serial, Some(generation));
                 }
+                if entry.fences > 0 {
+                    return;
+                }
+                entry.fences = 1;
                 let events = self.shared.events.clone();
                 self.shared.tracker.spawn_blocking(move || {
                     transport.revoke(key, generation);
@@ -283,12 +367,25 @@ impl Core {
                 });
             }
             Action::Sever => {
-                if let Some(conn) = self.conns.get_mut(&conn) {
-                    conn.lanes.remove(&kind);
+                for id in &entry.conns {
+                    if let Some(conn) = self.conns.get_mut(id) {
+                        conn.lanes.remove(&kind);
+                    }
                 }
             }
             Action::Finish => {}
         }
+    }
+
+    /// Hears of what lands from a process that speaks for these source ranks, and for no others.
+    fn landing(&self, serial: u64, ranks: Vec<RankId>) -> Arc<dyn Fn(Landed) + Send + Sync> {
+        let events = self.shared.events.clone();
+        Arc::new(move |mut landed: Landed| {
+            if !ranks.contains(&landed.source) {
+                landed.outcome = Err(TransportError::Refused { key: landed.key, refusal: Refusal::Rank });
+            }
+            events.send(Event::Landed { serial, landed }).ok();
+        })
     }
 
     fn end_target(&mut self, entry: &TargetEntry, result: Result<Receipt, RoomError>) {
@@ -306,6 +403,33 @@ impl Core {
         self.ended_targets.bury(key, cause, now);
         entry.slot.send_replace(Some(result));
     }
+}
+
+/// The peers as one instance: they say the same of it, and each of its ranks lives in one of them. One of them.
+fn whole<'a>(peers: &[&'a Arc<Peer>]) -> Result<&'a Arc<Peer>, String> {
+    let Some(first) = peers.first() else { return Err("a room without peers".into()) };
+    if let Some(other) =
+        peers.iter().find(|p| p.instance != first.instance || p.descriptor != first.descriptor)
+    {
+        return Err(format!(
+            "the processes {} and {} of {} describe different instances",
+            first.incarnation, other.incarnation, first.instance
+        ));
+    }
+    let mut ranks: Vec<_> = peers.iter().flat_map(|p| &p.ranks).collect();
+    let all = first.pair.src().ranks();
+    ranks.sort_unstable();
+    if let Some([twice, _]) = ranks.array_windows().find(|[a, b]| a == b) {
+        return Err(format!("source rank {twice} lives in two of the processes that were named"));
+    }
+    if ranks.len() as u64 != u64::from(all) {
+        return Err(format!(
+            "{} has {} of {all} ranks in the processes that were named",
+            first.instance,
+            ranks.len()
+        ));
+    }
+    Ok(first)
 }
 
 fn receipt(

@@ -70,6 +70,7 @@ pub fn config(recipe: &Recipe) -> NodeConfig {
         incarnation: None,
         bind: "127.0.0.1:0".parse().unwrap(),
         descriptor: Descriptor { protocol: PROTOCOL, model: recipe.model.into(), shape, placement },
+        hosts: None,
         arenas,
         transports: recipe.transports.clone(),
         digest: recipe.digest,
@@ -170,7 +171,7 @@ impl Instance {
     pub fn receive(&self, key: RoomKey, tokens: u64, from: &Instance) -> ReceiveHandle {
         self.node.receive(Receive {
             key,
-            peer: from.node.addr(),
+            peers: vec![from.node.addr()],
             table: self.table(tokens),
             tokens: TokenRange::new(0, tokens),
             transport: None,
