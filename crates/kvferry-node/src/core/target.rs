@@ -419,7 +419,7 @@ fn whole<'a>(peers: &[&'a Arc<Peer>]) -> Result<&'a Arc<Peer>, String> {
     let mut ranks: Vec<_> = peers.iter().flat_map(|p| &p.ranks).collect();
     let all = first.pair.src().ranks();
     ranks.sort_unstable();
-    if let Some([twice, _]) = ranks.array_windows().find(|[a, b]| a == b) {
+    if let Some([twice, ..]) = ranks.windows(2).find(|pair| matches!(pair, [a, b] if a == b)) {
         return Err(format!("source rank {twice} lives in two of the processes that were named"));
     }
     if ranks.len() as u64 != u64::from(all) {
