@@ -5,8 +5,8 @@ use std::{sync::Arc, time::Duration};
 
 use kvferry_arena::{Arena, Memory};
 use kvferry_node::{
-    FirstToken, Inject, Limits, Node, NodeConfig, Receipt, Receive, ReceiveHandle, RoomError, SourceHandle,
-    SourceReceipt, SourceRoom, TransportKind,
+    FirstToken, Inject, Limits, Node, NodeConfig, PeerAddr, Receipt, Receive, ReceiveHandle, RoomError,
+    SourceHandle, SourceReceipt, SourceRoom, TransportKind,
 };
 use kvferry_plan::{
     Attempt, Bytes, CacheShape, Descriptor, Dtype, InstanceId, LayerId, LayoutSpec, PROTOCOL, PageId,
@@ -22,6 +22,8 @@ pub struct Recipe {
     pub name: &'static str,
     pub shape: CacheShape,
     pub spec: &'static str,
+    /// The ranks that live in this process.
+    pub hosts: Option<Vec<RankId>>,
     pub kv: Dtype,
     pub model: &'static str,
     pub transports: Vec<TransportKind>,
@@ -37,6 +39,7 @@ impl Recipe {
             name,
             shape: shape.clone(),
             spec,
+            hosts: None,
             kv: Dtype::Bf16,
             model: "model",
             transports: vec![transport],
@@ -53,15 +56,21 @@ pub struct Instance {
     pub node: Arc<Node>,
     pub shape: CacheShape,
     pub placement: Placement,
+    pub ranks: Vec<RankId>,
     pub arenas: Vec<Arc<Arena>>,
+}
+
+fn ranks(recipe: &Recipe, placement: &Placement) -> Vec<RankId> {
+    recipe.hosts.clone().unwrap_or_else(|| (0..placement.ranks()).map(RankId).collect())
 }
 
 pub fn config(recipe: &Recipe) -> NodeConfig {
     let shape = recipe.shape.clone();
     let placement = recipe.spec.parse::<LayoutSpec>().unwrap().placement(&shape, recipe.kv).unwrap();
-    let arenas = (0..placement.ranks())
+    let arenas = ranks(recipe, &placement)
+        .into_iter()
         .map(|rank| {
-            let layout = PoolLayout::new(&shape, &placement, RankId(rank), recipe.pages).unwrap();
+            let layout = PoolLayout::new(&shape, &placement, rank, recipe.pages).unwrap();
             Arc::new(Arena::new(recipe.name, layout).unwrap())
         })
         .collect();
@@ -70,7 +79,7 @@ pub fn config(recipe: &Recipe) -> NodeConfig {
         incarnation: None,
         bind: "127.0.0.1:0".parse().unwrap(),
         descriptor: Descriptor { protocol: PROTOCOL, model: recipe.model.into(), shape, placement },
-        hosts: None,
+        hosts: recipe.hosts.clone(),
         arenas,
         transports: recipe.transports.clone(),
         digest: recipe.digest,
@@ -82,8 +91,8 @@ pub fn config(recipe: &Recipe) -> NodeConfig {
 pub fn start(recipe: &Recipe) -> Instance {
     let config = config(recipe);
     let (shape, placement) = (config.descriptor.shape.clone(), config.descriptor.placement.clone());
-    let arenas = config.arenas.clone();
-    Instance { node: Node::start(config).unwrap(), shape, placement, arenas }
+    let (arenas, ranks) = (config.arenas.clone(), ranks(recipe, &placement));
+    Instance { node: Node::start(config).unwrap(), shape, placement, ranks, arenas }
 }
 
 /// The byte that a model would have computed.
@@ -101,7 +110,7 @@ impl Instance {
     /// row by row, head by head, with nothing of the planner.
     fn images(&self, room: RoomKey, table: &PageTable, tokens: TokenRange) -> Vec<Vec<u8>> {
         let mut images = Vec::new();
-        for (rank, arena) in (0..).map(RankId).zip(&self.arenas) {
+        for (rank, arena) in self.ranks.iter().copied().zip(&self.arenas) {
             let mut image = vec![0_u8; arena.layout().len().0 as usize];
             for part in &self.shape.parts {
                 let layout = *self.placement.part(part.part).unwrap();
@@ -169,9 +178,13 @@ impl Instance {
     }
 
     pub fn receive(&self, key: RoomKey, tokens: u64, from: &Instance) -> ReceiveHandle {
+        self.receive_from(key, tokens, vec![from.node.addr()])
+    }
+
+    pub fn receive_from(&self, key: RoomKey, tokens: u64, peers: Vec<PeerAddr>) -> ReceiveHandle {
         self.node.receive(Receive {
             key,
-            peers: vec![from.node.addr()],
+            peers,
             table: self.table(tokens),
             tokens: TokenRange::new(0, tokens),
             transport: None,
