@@ -260,7 +260,10 @@ impl Connection {
         self.tell(News::Paired { peer, outbox: outbox(queue) }).await;
         let heard = AtomicBool::new(true);
         tokio::select! {
-            () = self.cancel.cancelled() => Gone::Lost("given up here".into()),
+            () = self.cancel.cancelled() => Gone::Lost(match self.shared.stop.is_cancelled() {
+                true => "closed here".into(),
+                false => format!("it reads too slowly: more than {} bytes wait for it", self.shared.limits.outbox),
+            }),
             gone = self.read(read, &heard) => gone,
             gone = Self::write(write, messages, &queued) => gone,
             gone = self.beat(&beats, &heard) => gone,

@@ -133,6 +133,70 @@ async fn strangers_on_the_port_cost_their_own_connection_only() {
     .await;
 }
 
+/// A peer that is alive, as its heartbeats and questions say, but reads no answer.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_peer_that_does_not_read_loses_its_own_rooms_only() {
+    use kvferry_session::{Capabilities, Endpoint, Head, Heartbeat, Hello, Message, Open, Settled, encode};
+    let mut recipe = prefill();
+    recipe.transports.push(TransportKind::Shm);
+    recipe.limits.outbox = 64 << 10;
+    let (source, good) = (start(&recipe), start(&decode("decode")));
+    let deaf = config(&decode("deaf"));
+    let ours = Incarnation { started_ms: 5, nonce: 5 };
+    let hello = Message::Hello(Hello {
+        capabilities: Capabilities::PULL.with(Capabilities::DIGEST),
+        instance: deaf.instance,
+        incarnation: ours,
+        descriptor: deaf.descriptor,
+        pages: 64,
+        transports: vec![Endpoint { name: "shm".into(), address: "shm:///nowhere".into() }],
+        hosts: None,
+    });
+    let head = |n| Head {
+        key: room(n),
+        generation: kvferry_plan::Generation(1),
+        from: ours,
+        to: source.node.incarnation(),
+    };
+    let (tokens, transport) = (TokenRange::new(0, 40), "shm".to_owned());
+    let lost = source.send(room(1), 40);
+    let mut stream = TcpStream::connect(source.node.endpoint()).await.unwrap();
+    for message in [hello, Message::Open(Open { head: head(1), tokens, transport })] {
+        stream.write_all(&encode(&message).unwrap()).await.unwrap();
+    }
+    lost.chunk(TokenRange::new(0, 16));
+    soon(async {
+        while source.node.ledger().leases == 0 {
+            tokio::time::sleep(Duration::from_millis(2)).await;
+        }
+    })
+    .await;
+    let (sending, receiving) = (source.send(room(2), 40), good.receive(room(2), 40, &source));
+
+    // Each of these is answered with the end of a room that nobody knows.
+    let question = Settled { head: head(99), source: kvferry_plan::RankId(0), tokens };
+    let mut questions = encode(&Message::Heartbeat(Heartbeat { sequence: 1 })).unwrap();
+    for _ in 0..500 {
+        questions.extend(encode(&Message::Settled(question.clone())).unwrap());
+    }
+    let asking = async {
+        for _ in 0..4000 {
+            if stream.write_all(&questions).await.is_err() {
+                return;
+            }
+        }
+        panic!("its answers are kept without bound");
+    };
+    soon(asking).await;
+    let error = within(Duration::from_secs(5), lost.outcome()).await.unwrap_err();
+    assert!(error.to_string().contains("reads too slowly"), "{error}");
+    assert_eq!(error.blame(), Blame::PeerMisbehaved);
+    compute_and_send(&source, &sending, 40, 16);
+    soon(receiving.outcome()).await.unwrap();
+    soon(sending.outcome()).await.unwrap();
+    quiet(&source).await;
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn configurations_that_cannot_work_do_not_start() {
     let mut wide = config(&prefill());
