@@ -260,6 +260,9 @@ pub(super) struct Report {
     pub(super) prefill: String,
     pub(super) decode: String,
     pub(super) transport: String,
+    /// The fault that was asked for.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) injected: Option<String>,
     /// What must be equal for `proven`.
     pub(super) claim: Claim,
     /// What it is compared with.
@@ -286,6 +289,7 @@ impl Report {
             prefill: args.prefill.to_string(),
             decode: args.decode.to_string(),
             transport: name_of(&args.engine.transport),
+            injected: args.engine.inject.map(|fault| name_of(&fault)),
             claim: super::tolerance(args),
             reference,
             proven: total.findings.is_empty() && total.tokens_equal,

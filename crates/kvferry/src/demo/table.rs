@@ -56,22 +56,11 @@ fn single(report: &Report, prompt: &PromptReport) -> Table {
     } else {
         format!("planned: {}", bytes(transfer.planned_bytes))
     };
-    row(
-        "KV moved",
-        format!(
-            "{}, {planned}, in {} runs over {}",
-            bytes(transfer.bytes),
-            count(transfer.runs),
-            report.transport
-        ),
-        "-".into(),
-    );
-    row("transfer time", format!("{} from the first chunk on", time(transfer.seconds)), "-".into());
-    row(
-        "decode waited",
-        format!("{} after the prompt was computed", time(transfer.exposed_seconds)),
-        "-".into(),
-    );
+    let mut moved = |name: &str, what: String| row(name, what, "-".into());
+    moved("KV moved", format!("{}, {planned}", bytes(transfer.bytes)));
+    moved("strided runs", format!("{} over {}", count(transfer.runs), report.transport));
+    moved("transfer, from the first chunk on", time(transfer.seconds));
+    moved("wait after the prompt's end", time(transfer.exposed_seconds));
     table
 }
 
@@ -125,17 +114,25 @@ fn verdict(report: &Report) {
         let detail = if detail.is_empty() { detail } else { format!(" ({detail})") };
         terminal::line(format_args!("{name}: {mark}{}", styled(Look::Dim, detail)));
     };
-    line("tokens equal", total.tokens_equal, format!("{} generated", total.generated.len()));
-    let what = match report.claim {
-        Claim::Bits | Claim::CloseFromSamePrefill => format!(
-            "{} of prompt KV on the decode ranks, {} log-probabilities",
-            bytes(total.cache.bytes),
-            total.logprobs.len()
-        ),
-        Claim::Close => "not claimed in fast arithmetic, whose sums depend on the layout".into(),
-    };
-    line("bits equal", total.bit_equal, what);
-    terminal::line(format_args!("largest logprob difference: {}", difference(total)));
+    if let Some(fault) = &report.injected {
+        terminal::line(format_args!("injected: {fault}, as bytes land at decode"));
+    }
+    if total.transfer.is_none() {
+        terminal::line("tokens, bits, log-probabilities: not compared");
+    } else {
+        line("tokens equal", total.tokens_equal, format!("{} generated", total.generated.len()));
+        let what = match report.claim {
+            Claim::Bits | Claim::CloseFromSamePrefill => format!(
+                "{} of prompt KV on the decode ranks, {} log-probabilities",
+                bytes(total.cache.bytes),
+                total.logprobs.len()
+            ),
+            Claim::Close => "not claimed in fast arithmetic, whose sums depend on the layout".into(),
+        };
+        line("bits equal", total.bit_equal, what);
+        let limit = if report.claim == Claim::Bits { "" } else { " (limit 1e-4)" };
+        terminal::line(format_args!("largest logprob difference: {}{limit}", difference(total)));
+    }
     if let Some(computed) = total.decode_prompt_tokens_computed {
         let prompt_tokens: u64 = report.prompts.iter().map(|p| p.prompt_tokens).sum();
         terminal::line(format_args!("prompt tokens computed by decode: {computed} of {prompt_tokens}"));
@@ -148,9 +145,11 @@ fn verdict(report: &Report) {
         }
     }
     if report.proven {
-        terminal::line(styled(Look::Good, "proven equal"));
+        let how = if report.claim == Claim::Bits { "proven equal" } else { "proven equal within 1e-4" };
+        terminal::line(styled(Look::Good, how));
     } else {
-        terminal::line(styled(Look::Bad, "NOT proven equal"));
+        let why = if report.injected.is_some() { " (as it should be: a fault was asked for)" } else { "" };
+        terminal::line(format_args!("{}{why}", styled(Look::Bad, "NOT proven equal")));
     }
 }
 
