@@ -290,11 +290,11 @@ impl Registration {
         }
     }
 
-    /// Stops renewing and tells the registry.
+    /// Stops renewing, for good, and tells the registry.
     ///
     /// # Errors
     /// When the registry does not answer; the lease then runs out by itself.
-    pub async fn leave(self) -> Result<(), ClientError> {
+    pub async fn leave(&self) -> Result<(), ClientError> {
         self.task.abort();
         self.client.deregister(&self.member).await
     }

@@ -71,6 +71,9 @@ async fn a_member_comes_is_seen_whole_and_leaves() {
 
     kept.leave().await.unwrap();
     assert_eq!(client.members().await.unwrap(), []);
+    // It does not come back with the next heartbeat.
+    tokio::time::sleep(kvferry_registry::HEARTBEAT + Duration::from_millis(200)).await;
+    assert_eq!(client.members().await.unwrap(), []);
 }
 
 #[tokio::test]

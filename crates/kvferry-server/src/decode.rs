@@ -68,8 +68,15 @@ impl Room {
                 DecodeRecord::Error(problem)
             }
         };
-        // A client that has gone away does not read it.
-        let _ = self.lines.send(last).await;
+        self.say(last).await;
+    }
+
+    /// Sends a line, unless nobody reads it any more: the next `ended` knows.
+    async fn say(&self, line: DecodeRecord) {
+        tokio::select! {
+            _ = self.lines.send(line) => {}
+            () = self.shared.stop.cancelled() => {}
+        }
     }
 
     async fn take_over(&self, granted: Answer<PageTable>) -> Result<DecodeDone, Problem> {
@@ -144,8 +151,7 @@ impl Room {
             };
             match event {
                 Some(Event::Token { id, logprob }) => {
-                    // A client that went away is seen by the next turn.
-                    let _ = self.lines.send(DecodeRecord::Token(Chosen { id, logprob })).await;
+                    self.say(DecodeRecord::Token(Chosen { id, logprob })).await;
                 }
                 Some(Event::Done { reason, prompt_tokens_computed }) => {
                     return Ok(DecodeDone {

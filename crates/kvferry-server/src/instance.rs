@@ -19,7 +19,7 @@ use axum::{
 use kvferry_engine::{Engine, EngineConfig, HandOff, Model};
 use kvferry_node::{Node, NodeConfig};
 use kvferry_plan::{Blame, Incarnation, InstanceId, RoomKey};
-use kvferry_registry::{Client, Member, Registration, Role, State, bind_loopback};
+use kvferry_registry::{Client, Member, Registration, Role, bind_loopback};
 use kvferry_transport::{Inject, TransportKind};
 use tokio::net::TcpListener;
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
@@ -223,10 +223,8 @@ impl Instance {
         };
         shared.draining.store(true, Ordering::Relaxed);
         tracing::info!(instance = %shared.instance, rooms = shared.tasks.len(), "draining");
-        if shared.registration.state() == State::Registered
-            && let Err(error) = shared.registry.deregister(shared.registration.member()).await
-        {
-            tracing::warn!(%error, "could not leave the registry; the lease runs out by itself");
+        if let Err(error) = shared.registration.leave().await {
+            tracing::info!(%error, "the registry was not told");
         }
         shared.tasks.close();
         if tokio::time::timeout(DRAIN, shared.tasks.wait()).await.is_err() {

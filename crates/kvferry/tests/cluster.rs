@@ -73,10 +73,18 @@ impl Cluster {
     /// One request across both: the ids and the end.
     fn run(&self, room: u128, prompt: &[u32]) -> Result<(Vec<u32>, DecodeDone), Problem> {
         let (to_prefill, to_decode) = self.ask(room, prompt);
+        self.answer(&to_prefill, &to_decode)
+    }
+
+    fn answer(
+        &self,
+        to_prefill: &PrefillRequest,
+        to_decode: &DecodeRequest,
+    ) -> Result<(Vec<u32>, DecodeDone), Problem> {
         self.runtime.block_on(async {
             let (prefill, decode) = (client(&self.prefill), client(&self.decode));
             let decoded = async {
-                let (mut stream, mut ids) = (decode.decode(&to_decode).await?, Vec::new());
+                let (mut stream, mut ids) = (decode.decode(to_decode).await?, Vec::new());
                 while let Some(record) = stream.next().await? {
                     match record {
                         DecodeRecord::Token(token) => ids.push(token.id),
@@ -86,9 +94,9 @@ impl Cluster {
                 }
                 panic!("the stream ended without an end")
             };
-            let (prefill, decoded) = tokio::join!(prefill.prefill(&to_prefill), decoded);
+            let (prefill, decoded) = tokio::join!(prefill.prefill(to_prefill), decoded);
             if decoded.is_ok() {
-                assert_eq!(prefill.unwrap().prompt_tokens, prompt.len() as u64);
+                assert_eq!(prefill.unwrap().prompt_tokens, to_prefill.prompt.len() as u64);
             }
             decoded
         })
@@ -159,6 +167,37 @@ fn after_many_rooms_nothing_is_left() {
     let ledger = cluster.ledger(&cluster.decode);
     assert_eq!(ledger["node"]["completed"], 13);
     assert!(ledger["process"]["threads"].as_u64().unwrap() < 60, "{ledger:#}");
+}
+
+#[test]
+fn seeded_sampling_goes_on_where_prefill_left_off() {
+    use kvferry::engine::{Engine, EngineConfig, Event, LoadOptions, Model, NoHandOff, Request, checkpoint};
+    let cluster = Cluster::start(&["--layout", "tp=3"], &["--layout", "tp=2,dcp=2"]);
+    let prompt: Vec<u32> = (100..150).collect();
+    let model = Model::from_checkpoint(&checkpoint::embedded().unwrap(), LoadOptions::default()).unwrap();
+    let alone = Engine::start(model, &EngineConfig::default(), std::sync::Arc::new(NoHandOff)).unwrap();
+    let mut answers = Vec::new();
+    for seed in 1..5 {
+        let sampling = SamplingSpec { temperature: 1.5, top_p: 0.9, seed };
+        let (mut to_prefill, mut to_decode) = cluster.ask(u128::from(seed), &prompt);
+        (to_prefill.sampling, to_decode.sampling, to_decode.max_tokens) = (sampling, sampling, 12);
+        let (ids, _) = cluster.answer(&to_prefill, &to_decode).unwrap();
+        let request =
+            Request { sampling: sampling.into(), ignore_eos: true, ..Request::greedy(prompt.clone(), 12) };
+        let expected: Vec<u32> = alone
+            .generate(request)
+            .unwrap()
+            .filter_map(|event| match event {
+                Event::Token { id, .. } => Some(id),
+                _ => None,
+            })
+            .collect();
+        assert_eq!((ids.len(), &ids), (12, &expected));
+        answers.push(ids);
+    }
+    answers.sort();
+    answers.dedup();
+    assert!(answers.len() > 1, "the seed changes nothing: {answers:?}");
 }
 
 #[test]

@@ -6,7 +6,6 @@ use std::{
     ffi::OsString,
     os::unix::process::ExitStatusExt,
     process::{ExitStatus, Stdio},
-    sync::{Arc, Mutex, PoisonError},
     time::Duration,
 };
 
@@ -17,6 +16,7 @@ use serde::Deserialize;
 use tokio::{
     io::{AsyncBufReadExt, AsyncRead, BufReader, Lines},
     process::{ChildStdin, ChildStdout, Command},
+    task::JoinHandle,
     time::{sleep, timeout},
 };
 
@@ -163,10 +163,7 @@ impl Child {
             .spawn()
             .map_err(|e| failed(e.to_string()))?;
         let stdout = process.stdout.take().ok_or_else(|| failed("it has no standard output".into()))?;
-        let errors = Errors::default();
-        if let Some(stderr) = process.stderr.take() {
-            tokio::spawn(errors.clone().keep(stderr));
-        }
+        let errors = Errors(process.stderr.take().map(|stderr| tokio::spawn(keep(stderr))));
         Ok(Self {
             role,
             pid: process.id().unwrap_or_default(),
@@ -223,28 +220,16 @@ fn ending(status: Option<ExitStatus>) -> (Blame, String) {
     }
 }
 
-/// The last lines that a child wrote to its standard error.
-#[derive(Clone, Default)]
-struct Errors(Arc<Mutex<VecDeque<String>>>);
+/// The last lines that a child writes to its standard error, once it has ended; nothing when they are shown as they
+/// come.
+struct Errors(Option<JoinHandle<VecDeque<String>>>);
 
 impl Errors {
-    async fn keep(self, stderr: impl AsyncRead + Unpin) {
-        let mut lines = BufReader::new(stderr).lines();
-        while let Ok(Some(line)) = lines.next_line().await {
-            let mut kept = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-            if kept.len() == KEPT {
-                kept.pop_front();
-            }
-            kept.push_back(line);
-        }
-    }
-
     /// What it said last; an `error (...)` line without its head.
-    async fn last(&self) -> String {
-        // The pipe is read by another task: let it come to the end.
-        sleep(Duration::from_millis(50)).await;
-        let kept = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        let lines: Vec<&str> = kept.iter().map(String::as_str).collect();
+    async fn last(self) -> String {
+        let Self(Some(reader)) = self else { return "see its standard error".into() };
+        let lines: Vec<String> =
+            timeout(STOP, reader).await.ok().and_then(Result::ok).unwrap_or_default().into();
         if let Some(from) = lines.iter().rposition(|line| line.starts_with("error (")) {
             let text = lines.get(from..).unwrap_or_default().join("\n");
             return text.split_once("): ").map_or(text.as_str(), |(_, rest)| rest).to_owned();
@@ -255,14 +240,23 @@ impl Errors {
     }
 }
 
+async fn keep(stderr: impl AsyncRead + Unpin) -> VecDeque<String> {
+    let (mut lines, mut kept) = (BufReader::new(stderr).lines(), VecDeque::new());
+    while let Ok(Some(line)) = lines.next_line().await {
+        if kept.len() == KEPT {
+            kept.pop_front();
+        }
+        kept.push_back(line);
+    }
+    kept
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    async fn last(said: &str) -> String {
-        let errors = Errors::default();
-        errors.clone().keep(said.as_bytes()).await;
-        errors.last().await
+    async fn last(said: &'static str) -> String {
+        Errors(Some(tokio::spawn(keep(said.as_bytes())))).last().await
     }
 
     #[tokio::test]
