@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 
+use kvferry_plan::Bytes;
 use serde::{Deserialize, Serialize};
 
 /// A count of everything that a room may leave behind.
@@ -25,6 +26,8 @@ pub struct Ledger {
     pub links: u64,
     /// Links accepted from peers.
     pub accepted: u64,
+    /// Payload bytes that landed in the pools since the start.
+    pub landed: Bytes,
     /// Ended rooms that are remembered.
     pub tombstones: u64,
     /// Faults committed on purpose since the start, over all transports; one a room at most.

@@ -162,6 +162,7 @@ impl Node {
             ledger.links += stats.links;
             ledger.accepted += stats.connections;
             ledger.faults += stats.faults;
+            ledger.landed.0 += stats.landed.0;
         }
         ledger
     }

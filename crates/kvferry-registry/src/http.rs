@@ -17,6 +17,8 @@ pub fn loopback_http() -> Result<reqwest::ClientBuilder, String> {
         .with_no_client_auth();
     Ok(reqwest::Client::builder()
         .tls_backend_preconfigured(tls)
+        // One idle connection serves all: how many stay does not depend on how many were needed at once.
+        .pool_max_idle_per_host(1)
         .connect_timeout(Duration::from_secs(2))
         .no_proxy())
 }

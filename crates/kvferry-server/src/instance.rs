@@ -18,7 +18,7 @@ use axum::{
 };
 use kvferry_engine::{Engine, EngineConfig, HandOff, Model};
 use kvferry_node::{Node, NodeConfig};
-use kvferry_plan::{Blame, Incarnation, InstanceId, RoomKey};
+use kvferry_plan::{Blame, Bytes, Incarnation, InstanceId, RoomKey};
 use kvferry_registry::{Client, Member, Registration, Role, bind_loopback};
 use kvferry_transport::{Inject, TransportKind};
 use tokio::net::TcpListener;
@@ -48,6 +48,8 @@ pub struct InstanceConfig {
     pub engine: EngineConfig,
     /// Transports, most wanted first.
     pub transports: Vec<TransportKind>,
+    /// Bytes per second that are moved at most to or from one peer, where this side moves them.
+    pub rate: Option<Bytes>,
     /// Whether payload digests are compared.
     pub digest: bool,
     /// A fault to commit on what lands here.
@@ -146,6 +148,8 @@ impl Instance {
         let http = listener.local_addr()?;
         let handoff = Arc::new(NodeHandOff::default());
         let engine = Engine::start(model, &config.engine, Arc::clone(&handoff) as Arc<dyn HandOff>)?;
+        let mut limits = kvferry_node::Limits::default();
+        limits.transport.rate = config.rate;
         let node = Node::start(NodeConfig {
             instance: config.instance.clone(),
             incarnation: None,
@@ -156,7 +160,7 @@ impl Instance {
             transports: config.transports,
             digest: config.digest,
             inject: config.inject,
-            limits: kvferry_node::Limits::default(),
+            limits,
         })?;
         let member = Member {
             instance: config.instance.clone(),

@@ -95,8 +95,8 @@ impl Transport for Mem {
             let arena = local.arena(job.source)?;
             push(job, &arena, &mut sink, stop)
         };
-        let limit = self.local.setup.limits.jobs;
-        let queue = Queue::start("kvferry-mem", limit, &self.local.counters, run, || ())
+        let limits = &self.local.setup.limits;
+        let queue = Queue::start("kvferry-mem", limits, &self.local.counters, run, || ())
             .map_err(|source| TransportError::Io { action: "start a thread", source })?;
         let link: Arc<dyn Link> = Arc::new(MemLink { queue, local: Arc::clone(&self.local) });
         self.local.add_link(&link)?;

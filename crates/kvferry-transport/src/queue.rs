@@ -8,12 +8,13 @@ use std::{
         atomic::{AtomicBool, Ordering},
     },
     thread::{self, JoinHandle, ThreadId},
+    time::{Duration, Instant},
 };
 
-use kvferry_plan::RoomKey;
+use kvferry_plan::{Bytes, RoomKey};
 
 use crate::{
-    Done, Job, LegReport, TransportError,
+    Done, Job, LegReport, Limits, TransportError,
     local::lock,
     stats::{Counters, Gauge},
 };
@@ -34,6 +35,33 @@ impl Stop {
         if self.cancelled.load(Ordering::Acquire) {
             return Err(TransportError::Cancelled);
         }
+        Ok(())
+    }
+}
+
+/// Between two looks at a [`Stop`] while a link waits for its rate.
+const LOOK: Duration = Duration::from_millis(2);
+
+/// Keeps a link at a rate: a job starts when what was moved before it would be through.
+struct Pace {
+    rate: Option<Bytes>,
+    free: Instant,
+}
+
+impl Pace {
+    fn wait(&mut self, job: &Job, stop: &Stop) -> Result<(), TransportError> {
+        let Some(rate) = self.rate else { return Ok(()) };
+        loop {
+            stop.check()?;
+            match self.free.checked_duration_since(Instant::now()) {
+                Some(left) if !left.is_zero() => thread::sleep(left.min(LOOK)),
+                _ => break,
+            }
+        }
+        let bytes: u64 = job.legs.iter().map(|leg| leg.plan.bytes().0).sum();
+        // A bound of an hour keeps absurd rates from overflowing a time.
+        let micros = bytes.saturating_mul(1_000_000) / rate.0.max(1);
+        self.free = Instant::now() + Duration::from_micros(micros.min(3_600_000_000));
         Ok(())
     }
 }
@@ -78,7 +106,7 @@ impl Queue {
     /// Starts the thread. `run` executes one job and asks its [`Stop`] often; `hang_up` makes it return soon.
     pub(crate) fn start(
         name: &str,
-        limit: usize,
+        limits: &Limits,
         counters: &Arc<Counters>,
         mut run: impl FnMut(&Job, &Stop) -> Result<Vec<LegReport>, TransportError> + Send + 'static,
         hang_up: impl Fn() + Send + Sync + 'static,
@@ -86,9 +114,11 @@ impl Queue {
         let shared =
             Arc::new(Shared { state: Mutex::default(), changed: Condvar::new(), stop: Stop::default() });
         let theirs = Arc::clone(&shared);
+        let mut pace = Pace { rate: limits.rate, free: Instant::now() };
         let handle = thread::Builder::new().name(name.into()).spawn(move || {
             while let Some(next) = theirs.next() {
-                let outcome = run(&next.job, &theirs.stop);
+                let paced = pace.wait(&next.job, &theirs.stop);
+                let outcome = paced.and_then(|()| run(&next.job, &theirs.stop));
                 theirs.finished();
                 drop(next.gauge);
                 (next.done)(outcome);
@@ -96,7 +126,7 @@ impl Queue {
         })?;
         Ok(Self {
             shared,
-            limit,
+            limit: limits.jobs,
             counters: Arc::clone(counters),
             thread: handle.thread().id(),
             handle: Mutex::new(Some(handle)),

@@ -9,7 +9,7 @@ use std::{
 };
 
 use kvferry_arena::Arena;
-use kvferry_plan::{Descriptor, Generation, Incarnation, RankId, RoomKey};
+use kvferry_plan::{Bytes, Descriptor, Generation, Incarnation, RankId, RoomKey};
 
 use crate::{Done, Grant, Inject, Job, Mem, Shm, Tcp, TransportError, TransportStats};
 
@@ -152,6 +152,9 @@ pub struct Limits {
     pub connections: usize,
     /// Granted rooms.
     pub grants: usize,
+    /// Bytes per second that one link moves at most, on the side that moves them: to leave a network to others, or
+    /// to see a slow one. No bound when absent.
+    pub rate: Option<Bytes>,
 }
 
 impl Default for Limits {
@@ -162,6 +165,7 @@ impl Default for Limits {
             jobs: 4096,
             connections: 256,
             grants: 65_536,
+            rate: None,
         }
     }
 }

@@ -94,6 +94,9 @@ pub(crate) struct EngineArgs {
     /// How the cache is moved: pushed over TCP, or pulled out of shared memory
     #[arg(long, value_enum, default_value_t = TransportArg::Tcp, help_heading = "Hand-off")]
     pub(crate) transport: TransportArg,
+    /// Move at most so many bytes per second to or from one peer, on the side that moves them
+    #[arg(long, value_name = "BYTES", value_parser = clap::value_parser!(u64).range(1..), help_heading = "Hand-off")]
+    pub(crate) throttle: Option<u64>,
     /// Commit a fault on what arrives, below the digest, to see that it is found
     #[arg(long, value_enum, value_name = "FAULT", help_heading = "Hand-off")]
     pub(crate) inject: Option<InjectArg>,
@@ -188,6 +191,9 @@ impl EngineArgs {
         }
         if let Some(tokens) = self.pool_tokens {
             option("--pool-tokens", tokens.to_string());
+        }
+        if let Some(bytes) = self.throttle {
+            option("--throttle", bytes.to_string());
         }
         if let Some(fault) = self.inject {
             option("--inject", name_of(&fault));
@@ -310,6 +316,8 @@ mod tests {
             "99",
             "--pool-tokens",
             "1000",
+            "--throttle",
+            "123456",
             "--inject",
             "swap-rank",
             "--no-digest",

@@ -11,7 +11,7 @@ mod plan;
 mod serve;
 mod terminal;
 
-use std::process::ExitCode;
+use std::{process::ExitCode, time::Duration};
 
 use clap::Parser;
 use kvferry_plan::Blame;
@@ -40,6 +40,8 @@ fn run(command: Command) -> Result<ExitCode, Failure> {
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(2)
         .enable_all()
+        // Threads that a burst of rooms needed do not stay.
+        .thread_keep_alive(Duration::from_secs(1))
         .build()
         .map_err(|e| Failure::new(Blame::Environment, format!("cannot start the runtime: {e}")))?;
     let result = match command {

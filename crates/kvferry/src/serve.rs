@@ -3,7 +3,7 @@
 use std::{io::Read, time::Duration};
 
 use kvferry_engine::{LoadOptions, Model};
-use kvferry_plan::{Blame, InstanceId};
+use kvferry_plan::{Blame, Bytes, InstanceId};
 use kvferry_registry::{Role, bind_loopback};
 use kvferry_server::{Instance, InstanceConfig, ServerError, serve_registry};
 use serde_json::json;
@@ -50,6 +50,7 @@ pub(crate) async fn run(args: ServeArgs) -> Result<(), Failure> {
         registry: args.registry.clone().unwrap_or_default(),
         engine: args.engine.config(&args.layout, POOL_TOKENS),
         transports: vec![args.engine.transport.into()],
+        rate: args.engine.throttle.map(Bytes),
         digest: !args.engine.no_digest,
         inject: args.engine.inject.map(Into::into),
     };

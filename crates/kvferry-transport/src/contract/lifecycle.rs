@@ -1,8 +1,11 @@
 //! Links and ends that close, die, or are asked too much.
 
-use std::{sync::mpsc, time::Instant};
+use std::{
+    sync::mpsc,
+    time::{Duration, Instant},
+};
 
-use kvferry_plan::{CacheShape, Descriptor, Incarnation, PROTOCOL, RankId, TokenRange};
+use kvferry_plan::{Bytes, CacheShape, Descriptor, Incarnation, PROTOCOL, RankId, TokenRange};
 
 use super::{
     Start,
@@ -132,6 +135,31 @@ pub fn bounded(start: Start<'_>) {
         world.link.execute(crate::Job { source: RankId(7), ..job() }, callback),
         Err(TransportError::UnknownRank { rank: RankId(7), .. })
     ));
+}
+
+/// A link with a rate moves no faster, and waiting for it does not keep a room from being cancelled.
+pub fn paced(start: Start<'_>) {
+    let bytes = {
+        let world = world(start, &Options::default());
+        let room = world.granted(1, TOKENS.end.0);
+        let reports = world.execute(vec![world.job(&room, RankId(0), TOKENS)]).remove(0).unwrap();
+        reports.iter().map(|report| report.bytes.0).sum::<u64>()
+    };
+    // Ten jobs a second.
+    let limits = Limits { rate: Some(Bytes(bytes * 10)), ..Limits::default() };
+    let world = world(start, &Options { limits, ..Options::default() });
+    let (room, other) = (world.granted(1, TOKENS.end.0), world.granted(2, TOKENS.end.0));
+    let started = Instant::now();
+    let waits: Vec<_> = (0..4).map(|_| world.start(world.job(&room, RankId(0), TOKENS))).collect();
+    for wait in waits {
+        wait.recv_timeout(PATIENCE).unwrap().unwrap();
+    }
+    assert!(started.elapsed() >= Duration::from_millis(300), "{:?}", started.elapsed());
+    let waits: Vec<_> = (0..1000).map(|_| world.start(world.job(&other, RankId(0), TOKENS))).collect();
+    world.link.cancel(other.key);
+    for wait in waits.into_iter().skip(2) {
+        assert!(matches!(wait.recv_timeout(PATIENCE).unwrap(), Err(TransportError::Cancelled)));
+    }
 }
 
 /// Cancelling a room ends its jobs and no others.

@@ -37,9 +37,9 @@ pub(super) fn open(
         peer: peer.incarnation,
         local: Arc::clone(local),
     };
-    let limit = local.setup.limits.jobs;
+    let limits = &local.setup.limits;
     let run = move |job: &Job, stop: &Stop| puller.pull(job, stop);
-    let queue = Queue::start("kvferry-shm-pull", limit, &local.counters, run, move || socket.hang_up())?;
+    let queue = Queue::start("kvferry-shm-pull", limits, &local.counters, run, move || socket.hang_up())?;
     Ok(Arc::new(ShmLink { queue, views }))
 }
 

@@ -17,7 +17,7 @@ use crate::{
 /// Starts the link's thread.
 pub(super) fn open(socket: Socket, endpoint: String, local: Arc<Local>) -> io::Result<Arc<dyn Link>> {
     let socket = Arc::new(socket);
-    let limit = local.setup.limits.jobs;
+    let limits = local.setup.limits.clone();
     let counters = Arc::clone(&local.counters);
     let mut sink = ToTcp {
         socket: Arc::clone(&socket),
@@ -38,7 +38,7 @@ pub(super) fn open(socket: Socket, endpoint: String, local: Arc<Local>) -> io::R
         }
         outcome
     };
-    let queue = Queue::start("kvferry-tcp-out", limit, &counters, run, move || socket.hang_up())?;
+    let queue = Queue::start("kvferry-tcp-out", &limits, &counters, run, move || socket.hang_up())?;
     Ok(Arc::new(TcpLink { queue, local }))
 }
 
