@@ -71,10 +71,11 @@ impl Room {
         self.say(last).await;
     }
 
-    /// Sends a line, unless nobody reads it any more: the next `ended` knows.
-    async fn say(&self, line: DecodeRecord) {
+    /// Tells the client, who may be slow or gone; a client that never reads does not keep a process that has to end.
+    async fn say(&self, record: DecodeRecord) {
         tokio::select! {
-            _ = self.lines.send(line) => {}
+            // A client that went away is seen by the next turn.
+            _ = self.lines.send(record) => {}
             () = self.shared.stop.cancelled() => {}
         }
     }

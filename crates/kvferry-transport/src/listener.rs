@@ -4,13 +4,14 @@ use std::{
     io,
     os::fd::{AsFd, OwnedFd},
     sync::{
-        Arc, Mutex,
+        Arc, Mutex, Weak,
         atomic::{AtomicBool, Ordering},
     },
     thread::{self, JoinHandle},
     time::Duration,
 };
 
+use kvferry_plan::Incarnation;
 use rustix::{
     io::Errno,
     net::{Shutdown, SocketFlags, accept_with, shutdown},
@@ -26,7 +27,8 @@ use crate::{
 pub(crate) type Serve = dyn Fn(&Arc<Local>, &Socket) -> Result<(), Lost> + Send + Sync;
 
 struct Connection {
-    socket: Arc<Socket>,
+    /// The thread's: the descriptor is closed when it ends.
+    socket: Weak<Socket>,
     thread: JoinHandle<()>,
 }
 
@@ -69,6 +71,15 @@ impl Listener {
         Ok(Self { shared, thread: Mutex::new(Some(thread)) })
     }
 
+    /// Ends the connections of a peer.
+    pub(crate) fn forget(&self, peer: Incarnation) {
+        for connection in lock(&self.shared.connections).iter() {
+            if let Some(socket) = connection.socket.upgrade().filter(|s| s.peer() == Some(peer)) {
+                socket.hang_up();
+            }
+        }
+    }
+
     /// Ends listening and all connections, and waits for their threads.
     pub(crate) fn close(&self) {
         self.shared.closing.store(true, Ordering::Release);
@@ -76,7 +87,9 @@ impl Listener {
         let _ = shutdown(self.shared.listener.as_fd(), Shutdown::Both);
         join(lock(&self.thread).take());
         for connection in std::mem::take(&mut *lock(&self.shared.connections)) {
-            connection.socket.hang_up();
+            if let Some(socket) = connection.socket.upgrade() {
+                socket.hang_up();
+            }
             join(Some(connection.thread));
         }
     }
@@ -124,11 +137,11 @@ impl Shared {
             return Ok(());
         }
         let socket = Arc::new(Socket::new(fd, limits.stall)?);
-        let (theirs, shared) = (Arc::clone(&socket), Arc::clone(self));
+        let (weak, shared) = (Arc::downgrade(&socket), Arc::clone(self));
         let gauge = Gauge::new(&self.local.counters, |c| &c.connections);
         let thread = thread::Builder::new().name(name.into()).spawn(move || {
             let counters = &shared.local.counters;
-            match (shared.serve)(&shared.local, &theirs) {
+            match (shared.serve)(&shared.local, &socket) {
                 Err(Lost::Malformed(what)) => {
                     add(&counters.malformed, 1);
                     tracing::warn!(what, "a connection was ended");
@@ -137,10 +150,11 @@ impl Shared {
                 Err(Lost::Stalled(_)) => add(&counters.stalled, 1),
                 Ok(()) | Err(Lost::Closed | Lost::Io(_)) => {}
             }
-            theirs.hang_up();
+            socket.hang_up();
+            drop(socket);
             drop(gauge);
         })?;
-        connections.push(Connection { socket, thread });
+        connections.push(Connection { socket: weak, thread });
         Ok(())
     }
 }

@@ -8,7 +8,7 @@ use std::{
     },
 };
 
-use kvferry_plan::{Generation, RankId, RoomKey};
+use kvferry_plan::{Generation, Incarnation, RankId, RoomKey};
 
 use crate::{
     Done, Grant, Job, Link, Mover, PeerAddr, Registration, Setup, Transport, TransportError, TransportStats,
@@ -101,6 +101,10 @@ impl Transport for Mem {
         let link: Arc<dyn Link> = Arc::new(MemLink { queue, local: Arc::clone(&self.local) });
         self.local.add_link(&link)?;
         Ok(link)
+    }
+
+    fn forget(&self, _: Incarnation) {
+        // There are no connections: a link is the source's, and ends with it.
     }
 
     fn stats(&self) -> TransportStats {

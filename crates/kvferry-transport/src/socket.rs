@@ -3,6 +3,7 @@
 use std::{
     io::{self, IoSlice},
     os::fd::{AsFd, BorrowedFd, OwnedFd},
+    sync::OnceLock,
     time::{Duration, Instant},
 };
 
@@ -56,6 +57,8 @@ impl Lost {
 pub(crate) struct Socket {
     fd: OwnedFd,
     stall: Duration,
+    /// Who was welcomed on it.
+    peer: OnceLock<Incarnation>,
 }
 
 impl Socket {
@@ -64,7 +67,12 @@ impl Socket {
         let fd = fd.into();
         set_socket_timeout(&fd, Timeout::Recv, Some(stall))?;
         set_socket_timeout(&fd, Timeout::Send, Some(stall))?;
-        Ok(Self { fd, stall })
+        Ok(Self { fd, stall, peer: OnceLock::new() })
+    }
+
+    /// Who was welcomed on it, once it was.
+    pub(crate) fn peer(&self) -> Option<Incarnation> {
+        self.peer.get().copied()
     }
 
     pub(crate) fn fd(&self) -> BorrowedFd<'_> {
@@ -194,6 +202,10 @@ impl Socket {
         let hello = self.hear(limit)?;
         let answer = Hello { version: VERSION, from: us, to: hello.from, ranks };
         self.send(&wire::hello(&answer), &[])?;
-        Ok((hello.version == VERSION && hello.to == us).then_some(hello.from))
+        if hello.version != VERSION || hello.to != us {
+            return Ok(None);
+        }
+        let peer = *self.peer.get_or_init(|| hello.from);
+        Ok(Some(peer))
     }
 }

@@ -112,6 +112,10 @@ pub trait Transport: Send + Sync + fmt::Debug {
     /// [`TransportError::Restarted`] when somebody else does.
     fn open(&self, peer: &PeerAddr) -> Result<Arc<dyn Link>, TransportError>;
 
+    /// Ends the connections that this start of a peer opened to us: the control plane knows that it is gone, even
+    /// where its machine or a stopped process keeps a connection open. Does not wait.
+    fn forget(&self, peer: Incarnation);
+
     /// Counters.
     fn stats(&self) -> TransportStats;
 

@@ -41,7 +41,7 @@ fn run(command: Command) -> Result<ExitCode, Failure> {
         .worker_threads(2)
         .enable_all()
         // Threads that a burst of rooms needed do not stay.
-        .thread_keep_alive(Duration::from_secs(1))
+        .thread_keep_alive(Duration::from_millis(200))
         .build()
         .map_err(|e| Failure::new(Blame::Environment, format!("cannot start the runtime: {e}")))?;
     let result = match command {

@@ -380,6 +380,10 @@ impl Core {
             Gone::Broken(how, _) => self.shared.count_broken(how),
             Gone::Unreachable(_) | Gone::Lost(_) => {}
         }
+        // What moves stops at once: nothing waits behind a peer that does not answer.
+        if let Some(conn) = self.conns.get_mut(&id) {
+            conn.lanes.clear();
+        }
         self.dialled.retain(|_, conn| *conn != id);
         self.waiting.retain(|(_, conn), _| *conn != id);
         for key in self.sources_of(id) {
@@ -390,7 +394,17 @@ impl Core {
             let peer = self.conns.get(&id).and_then(|c| c.paired.as_ref()).map(|(peer, _)| peer.incarnation);
             self.target(key, None, |e, now| e.peer_gone(id, peer, gone, now));
         }
-        self.conns.remove(&id);
+        let ended = self.conns.remove(&id).and_then(|conn| conn.paired);
+        if let Some((peer, _)) = ended
+            && !self
+                .conns
+                .values()
+                .any(|c| c.paired.as_ref().is_some_and(|(p, _)| p.incarnation == peer.incarnation))
+        {
+            for Started { transport, .. } in &self.shared.transports {
+                transport.forget(peer.incarnation);
+            }
+        }
     }
 
     fn sources_of(&self, id: ConnId) -> Vec<RoomKey> {

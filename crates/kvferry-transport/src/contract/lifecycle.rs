@@ -108,6 +108,27 @@ pub fn restarted(start: Start<'_>) {
     }
 }
 
+/// A peer that is gone for the control plane holds no connection any more; it may come again.
+pub fn forgotten(start: Start<'_>) {
+    let world = world(start, &Options::default());
+    let room = world.granted(1, TOKENS.end.0);
+    world.hand_off(&room, &[TOKENS]);
+    let (executor, other) = match world.mover() {
+        Mover::Source => (SOURCE, &world.target.transport),
+        Mover::Target => (TARGET, &world.source.transport),
+    };
+    let connections = other.stats().connections;
+    other.forget(Incarnation { nonce: 99, ..executor });
+    assert_eq!(other.stats().connections, connections, "somebody else's");
+    other.forget(executor);
+    let deadline = Instant::now() + PATIENCE;
+    while other.stats().connections > 0 {
+        assert!(Instant::now() < deadline, "a connection stays");
+        std::thread::yield_now();
+    }
+    world.executor().transport.open(&addr(&world)).unwrap();
+}
+
 /// A full queue says so instead of growing.
 pub fn bounded(start: Start<'_>) {
     let limits = Limits { jobs: 2, ..Limits::default() };

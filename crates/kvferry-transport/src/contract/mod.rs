@@ -20,7 +20,7 @@ use std::sync::Arc;
 use crate::{Setup, Transport, TransportError};
 
 pub use geometry::{chunked, concurrent, exact, large_units, repeated};
-pub use lifecycle::{bounded, cancelled, closed, gone, nothing_left, paced, restarted};
+pub use lifecycle::{bounded, cancelled, closed, forgotten, gone, nothing_left, paced, restarted};
 pub use safety::{faults, fence, grants, refused, stale_pages, undigested};
 
 /// Starts an end of the back end.
@@ -39,6 +39,7 @@ pub const CHECKS: &[Check] = &[
     ("exact", exact),
     ("faults", faults),
     ("fence", fence),
+    ("forgotten", forgotten),
     ("gone", gone),
     ("grants", grants),
     ("large_units", large_units),

@@ -21,7 +21,7 @@ use std::{
     },
 };
 
-use kvferry_plan::{Generation, RankId, RoomKey};
+use kvferry_plan::{Generation, Incarnation, RankId, RoomKey};
 
 use rustix::net::{
     AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with,
@@ -130,6 +130,10 @@ impl Transport for Shm {
             .map_err(|source| TransportError::Io { action: "start a thread", source })?;
         self.local.add_link(&link)?;
         Ok(link)
+    }
+
+    fn forget(&self, peer: Incarnation) {
+        self.listener.forget(peer);
     }
 
     fn stats(&self) -> TransportStats {

@@ -15,7 +15,7 @@ use std::{
     sync::Arc,
 };
 
-use kvferry_plan::{Generation, RankId, RoomKey};
+use kvferry_plan::{Generation, Incarnation, RankId, RoomKey};
 use rustix::net::sockopt::{set_socket_keepalive, set_tcp_congestion, set_tcp_nodelay};
 
 use crate::{
@@ -115,6 +115,10 @@ impl Transport for Tcp {
             .map_err(|source| TransportError::Io { action: "start a thread", source })?;
         self.local.add_link(&link)?;
         Ok(link)
+    }
+
+    fn forget(&self, peer: Incarnation) {
+        self.listener.forget(peer);
     }
 
     fn stats(&self) -> TransportStats {

@@ -88,11 +88,17 @@ impl Server {
             .env("KVFERRY_LOG", "off")
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
-            .stderr(Stdio::null())
+            .stderr(Stdio::piped())
             .spawn()
             .unwrap();
         let mut line = String::new();
         BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
+        if line.is_empty() {
+            panic!(
+                "{args:?} did not start: {}",
+                std::io::read_to_string(child.stderr.take().unwrap()).unwrap()
+            );
+        }
         let ready: Value = serde_json::from_str(&line).unwrap_or_else(|e| panic!("{line:?}: {e}"));
         assert_eq!(ready["ready"], true);
         let text = |key: &str| ready[key].as_str().unwrap().to_owned();

@@ -5,7 +5,7 @@ use std::time::Instant;
 use crate::{
     common::wait_until,
     fleet::{
-        Alone, Ask, Fleet, Flight, Ledger, NOTICE, run, start_decode, start_prefill, wait_for_quiet,
+        Alone, Ask, Fleet, Flight, Ledger, NOTICE, run, settled, start_decode, start_prefill, wait_for_quiet,
         wait_for_same,
     },
 };
@@ -73,8 +73,7 @@ fn leave(transport: &str) {
         assert_eq!(run(&fleet, ask, &prefill, &decode).as_ref(), Ok(&alone.answer(ask)), "{ask:?}");
     };
     exact(&mut alone, &Ask::new(1, 48, 6));
-    quiet("warm");
-    let before = peers.map(|peer| peer.ledger().held());
+    let before = settled(peers);
 
     // Nobody but one client: computed and never opened; opened and never computed; waiting for pages.
     let ask = Ask::new(2, 40, 4);

@@ -5,6 +5,7 @@ use std::{
     collections::BTreeMap,
     process::Command,
     sync::Arc,
+    thread,
     time::{Duration, Instant},
 };
 
@@ -154,8 +155,30 @@ pub(crate) fn wait_for_same(what: &str, peer: &Peer, before: &Value) {
         }
         let name = &peer.server.instance;
         assert!(Instant::now() < deadline, "{what}: {name} holds {now:#}\ninstead of {before:#}");
-        std::thread::sleep(Duration::from_millis(20));
+        thread::sleep(Duration::from_millis(20));
     }
+}
+
+/// What processes hold once they are settled.
+pub(crate) fn settled<'a>(peers: impl IntoIterator<Item = &'a Peer>) -> Vec<Value> {
+    thread::scope(|scope| {
+        let all: Vec<_> = peers.into_iter().map(|peer| scope.spawn(|| settle(peer))).collect();
+        all.into_iter().map(|one| one.join().unwrap()).collect()
+    })
+}
+
+/// Until threads that were needed for a moment only have gone.
+fn settle(peer: &Peer) -> Value {
+    wait_for_quiet("settled", peer);
+    let (mut held, mut since) = (peer.ledger().held(), Instant::now());
+    while since.elapsed() < Duration::from_millis(600) {
+        thread::sleep(Duration::from_millis(50));
+        let now = peer.ledger().held();
+        if now != held {
+            (held, since) = (now, Instant::now());
+        }
+    }
+    held
 }
 
 /// Waits until no request holds anything.

@@ -2,7 +2,7 @@
 
 use kvferry::{plan::Blame, server::Stage};
 
-use crate::fleet::{Alone, Ask, Fleet, Flight, wait_for_quiet, wait_for_same};
+use crate::fleet::{Alone, Ask, Fleet, Flight, run, settled, wait_for_same};
 
 #[test]
 fn two_layouts_are_served_while_misfits_are_refused_over_tcp() {
@@ -31,11 +31,10 @@ fn served_and_refused(transport: &str) {
     // A room each, so that connections, links and threads are what later rooms find too.
     for (room, decode) in (1..).zip(&fits) {
         let ask = Ask::new(room, 30, 3);
-        assert_eq!(crate::fleet::run(&fleet, &ask, &prefill, decode).unwrap(), alone.answer(&ask));
+        assert_eq!(run(&fleet, &ask, &prefill, decode).unwrap(), alone.answer(&ask));
     }
     let everybody = || fits.iter().chain(misfits.iter().map(|(misfit, _)| misfit)).chain([&prefill]);
-    everybody().for_each(|peer| wait_for_quiet("warm", peer));
-    let before: Vec<_> = everybody().map(|peer| peer.ledger().held()).collect();
+    let before = settled(everybody());
     let refused = |field| prefill.ledger().refused(field);
     let refused_before = misfits.each_ref().map(|(_, field)| refused(field));
 

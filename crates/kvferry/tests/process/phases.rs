@@ -14,7 +14,8 @@ use kvferry::{
 use crate::{
     common::wait_until,
     fleet::{
-        Alone, Ask, Ended, Fleet, Flight, NOTICE, Peer, run, start_decode, wait_for_quiet, wait_for_same,
+        Alone, Ask, Ended, Fleet, Flight, NOTICE, Peer, run, settled, start_decode, wait_for_quiet,
+        wait_for_same,
     },
 };
 
@@ -92,11 +93,11 @@ impl Scene {
 
     fn play(mut self) {
         self.exact("at first");
+        let before = settled([&self.prefill, &self.decode]);
         for phase in PHASES {
             for blow in [Blow::Stop, Blow::Kill] {
                 let what = format!("{blow:?} of {:?} at {phase:?}", self.victim);
                 self.quiet(&what);
-                let before = [&self.prefill, &self.decode].map(|peer| peer.ledger().held());
                 let begun = Instant::now();
                 match phase {
                     Phase::Unpaired => self.unpaired(blow, &what),
