@@ -15,6 +15,7 @@ use kvferry_node::{PeerAddr, Receipt, Receive};
 use kvferry_plan::{Blame, PageTable, TokenRange};
 use kvferry_registry::Member;
 use tokio::sync::mpsc;
+use tokio_util::sync::CancellationToken;
 
 use crate::{
     Chosen, DecodeDone, DecodeRecord, DecodeRequest, Problem, Stage, Transfer, api, instance::Shared,
@@ -71,13 +72,8 @@ impl Room {
         self.say(last).await;
     }
 
-    /// Tells the client, who may be slow or gone; a client that never reads does not keep a process that has to end.
     async fn say(&self, record: DecodeRecord) {
-        tokio::select! {
-            // A client that went away is seen by the next turn.
-            _ = self.lines.send(record) => {}
-            () = self.shared.stop.cancelled() => {}
-        }
+        say(&self.lines, record, &self.shared.stop).await;
     }
 
     async fn take_over(&self, granted: Answer<PageTable>) -> Result<DecodeDone, Problem> {
@@ -175,5 +171,37 @@ impl Room {
                 }
             }
         }
+    }
+}
+
+/// Tells a client, who may be slow or gone; one that never reads does not keep a process that has to end.
+async fn say(lines: &mpsc::Sender<DecodeRecord>, record: DecodeRecord, stop: &CancellationToken) {
+    tokio::select! {
+        // A client that went away is seen by the next turn.
+        _ = lines.send(record) => {}
+        () = stop.cancelled() => {}
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_client_that_never_reads_does_not_keep_a_process_that_stops() {
+        let (lines, mut records) = mpsc::channel(1);
+        let token = |id| DecodeRecord::Token(Chosen { id, logprob: -1.0 });
+        let stop = CancellationToken::new();
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        runtime.block_on(async {
+            say(&lines, token(1), &stop).await;
+            let blocked = say(&lines, token(2), &stop);
+            tokio::pin!(blocked);
+            let briefly = std::time::Duration::from_millis(20);
+            assert!(tokio::time::timeout(briefly, &mut blocked).await.is_err(), "the reader is waited for");
+            stop.cancel();
+            blocked.await;
+            assert_eq!(records.recv().await, Some(token(1)));
+        });
     }
 }

@@ -46,7 +46,7 @@ const STATES: [State; 4] = [
     },
     State {
         name: "decoding",
-        size: (48, 1000),
+        size: (48, 400),
         reached: |p, d| p.count("/tasks") == 0 && d.count("/engine/decoding") == 1,
         handed_over: true,
     },
@@ -134,7 +134,8 @@ fn leave(transport: &str) {
             let decoded = runtime.block_on(again.decode).unwrap().0.map(drop);
             let prefilled = runtime.block_on(again.prefill).unwrap().0.map(drop);
             for problem in [decoded.expect_err(&what), prefilled.expect_err(&what)] {
-                eprintln!("{what}: again: {problem}");
+                let words = ["a retry is a new attempt", "the client"];
+                assert!(words.iter().any(|w| problem.cause.contains(w)), "{what}: {problem}");
             }
             quiet(&what);
             ask = Ask { attempt: 1, ..Ask::new(room, 48, 6) };

@@ -6,7 +6,7 @@ use kvferry::{plan::Blame, server::Stage};
 
 use crate::{
     common::wait_until,
-    fleet::{Alone, Ask, Fleet, Flight, Peer},
+    fleet::{Alone, Ask, Fleet, Flight, Peer, start_decode, start_prefill},
 };
 
 #[test]
@@ -39,12 +39,11 @@ fn drains(prefill_drains: bool) {
     // Refused at once, by reason, while the open room goes on.
     let late = Ask::new(2, 40, 4);
     let (result, _) = if prefill_drains {
-        let (result, at) = runtime.block_on(crate::fleet::start_prefill(runtime, &late, prefill)).unwrap();
+        let (result, at) = runtime.block_on(start_prefill(runtime, &late, prefill)).unwrap();
         (result.map(drop), at)
     } else {
         let said = tokio::sync::oneshot::channel().0;
-        let (result, at) =
-            runtime.block_on(crate::fleet::start_decode(runtime, &late, prefill, decode, said)).unwrap();
+        let (result, at) = runtime.block_on(start_decode(runtime, &late, prefill, decode, said)).unwrap();
         (result.map(drop), at)
     };
     let problem = result.expect_err("a draining instance takes no new rooms");

@@ -104,6 +104,9 @@ impl Scene {
                     Phase::Open => self.open(blow, &what),
                     _ => self.under_way(phase, blow, &what),
                 }
+                // A sleep may have been longer than the victim's lease.
+                let name = self.victim().server.instance.clone();
+                wait_until(&format!("{what}: registered"), || self.fleet.members().contains(&name));
                 // The first room may still meet what is left of the old connection.
                 let _ = self.small();
                 self.exact(&what);
@@ -283,7 +286,7 @@ impl Scene {
             let ask = match phase {
                 Phase::Moving => self.next(2000, 4),
                 Phase::Computed => self.next(600, 4),
-                _ => self.next(48, 3000),
+                _ => self.next(48, 400),
             };
             let landed = self.decode.ledger().count("/node/landed");
             let mut flight = Flight::start(&self.fleet.runtime, &ask, &self.prefill, &self.decode);
