@@ -11,6 +11,7 @@ use std::{
 
 use kvferry::server::Problem;
 
+use crate::common::wait_until;
 use crate::fleet::{Alone, Ask, Fleet, Peer, Tokens, collect, wait_for_quiet, wait_for_same};
 
 /// Rooms at a time.
@@ -35,6 +36,9 @@ impl Place {
         self.starts.fetch_add(1, Ordering::SeqCst);
         self.peer.read().unwrap().signal(signal);
         let mut peer = self.peer.write().unwrap();
+        if signal == "TERM" {
+            wait_until("it has drained", || peer.server.child.try_wait().unwrap().is_some());
+        }
         peer.restart();
         drop(peer);
         self.starts.fetch_add(1, Ordering::SeqCst);
@@ -85,8 +89,8 @@ fn two_thousand_rooms_leave_the_processes_flat() {
                     thread::sleep(Duration::from_millis(1));
                 }
                 let turn = from / 450;
-                let victim = if turn % 2 == 0 { &prefills[1] } else { &decodes[1] };
-                victim.replace(if turn % 3 == 0 { "TERM" } else { "KILL" });
+                let victim = if turn.is_multiple_of(2) { &prefills[1] } else { &decodes[1] };
+                victim.replace(if turn.is_multiple_of(3) { "TERM" } else { "KILL" });
             }
         });
     };

@@ -112,7 +112,7 @@ fn leave(transport: &str) {
             if decode_leaves {
                 flight.decode.abort();
             }
-            if !handed_over && !(prefill_leaves && decode_leaves) {
+            if !(handed_over || prefill_leaves && decode_leaves) {
                 // Whoever stays is told why.
                 let told = if prefill_leaves {
                     runtime.block_on(flight.decode).unwrap().0.map(drop)

@@ -2,7 +2,7 @@
 //! that leave; peers that do not fit; thousands of rooms; the drain. What is compared is the tokens (bit by bit with an
 //! engine that runs alone) and everything that `GET /debug/ledger` counts.
 
-#![allow(clippy::unwrap_used, clippy::panic)]
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 mod churn;
 mod clients;
