@@ -5,7 +5,7 @@ use std::time::Instant;
 use crate::{
     common::wait_until,
     fleet::{
-        Alone, Ask, Fleet, Flight, Ledger, NOTICE, run, settled, start_decode, start_prefill, wait_for_quiet,
+        Alone, Ask, Fleet, Flight, Ledger, notice, run, settled, start_decode, start_prefill, wait_for_quiet,
         wait_for_same,
     },
 };
@@ -67,7 +67,7 @@ fn leave(transport: &str) {
     let quiet = |what: &str| peers.iter().for_each(|peer| wait_for_quiet(what, peer));
     let free = |what: &str, left: Instant| {
         quiet(what);
-        assert!(left.elapsed() < NOTICE, "{what}: {:?}", left.elapsed());
+        assert!(left.elapsed() < notice(), "{what}: {:?}", left.elapsed());
     };
     let exact = |alone: &mut Alone, ask: &Ask| {
         assert_eq!(run(&fleet, ask, &prefill, &decode).as_ref(), Ok(&alone.answer(ask)), "{ask:?}");

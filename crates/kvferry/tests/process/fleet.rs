@@ -29,8 +29,14 @@ use tokio::{
 
 use crate::common::{Server, wait_until};
 
-/// For a process to notice that another one died or stopped: three heartbeats of 200 ms, and a busy machine.
-pub(crate) const NOTICE: Duration = Duration::from_millis(2500);
+/// For a process to notice that another one died or stopped: three heartbeats of 200 ms, and some time for whatever
+/// else the machine does. One that has far more to do than it can gets as much more time as it needs.
+pub(crate) fn notice() -> Duration {
+    let load = std::fs::read_to_string("/proc/loadavg").ok();
+    let load = load.and_then(|text| text.split(' ').next()?.parse::<f64>().ok()).unwrap_or(0.0);
+    let cores = thread::available_parallelism().map_or(1.0, |n| n.get() as f64);
+    Duration::from_millis(2500).mul_f64((load / cores / 4.0).max(1.0))
+}
 
 /// A registry and the runtime of the clients.
 pub(crate) struct Fleet {

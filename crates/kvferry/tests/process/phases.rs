@@ -14,7 +14,7 @@ use kvferry::{
 use crate::{
     common::wait_until,
     fleet::{
-        Alone, Ask, Ended, Fleet, Flight, NOTICE, Peer, run, settled, start_decode, wait_for_quiet,
+        Alone, Ask, Ended, Fleet, Flight, Peer, notice, run, settled, start_decode, wait_for_quiet,
         wait_for_same,
     },
 };
@@ -177,7 +177,7 @@ impl Scene {
                 while !over.load(Ordering::Relaxed) {
                     let asked = Instant::now();
                     runtime.block_on(client.health()).unwrap();
-                    assert!(asked.elapsed() < Duration::from_secs(1), "{what}: {:?}", asked.elapsed());
+                    assert!(asked.elapsed() < notice(), "{what}: {:?}", asked.elapsed());
                     thread::sleep(Duration::from_millis(10));
                 }
             });
@@ -236,7 +236,7 @@ impl Scene {
             self.revive(blow);
         } else {
             self.while_answering(what, || self.survivor_is_free(what));
-            assert!(struck.elapsed() < NOTICE, "{what}: {:?}", struck.elapsed());
+            assert!(struck.elapsed() < notice(), "{what}: {:?}", struck.elapsed());
             self.revive(blow);
             failed(what, self.fleet.runtime.block_on(decoding).unwrap(), Instant::now());
         }
@@ -332,6 +332,6 @@ impl Scene {
 fn failed<T: std::fmt::Debug>(what: &str, ended: Ended<T>, since: Instant) -> Problem {
     let (result, at) = ended;
     let took = at.saturating_duration_since(since);
-    assert!(took < NOTICE, "{what}: {took:?}");
+    assert!(took < notice(), "{what}: {took:?}");
     result.expect_err(what)
 }
