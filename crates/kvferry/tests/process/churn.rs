@@ -11,8 +11,10 @@ use std::{
 
 use kvferry::server::Problem;
 
-use crate::common::wait_until;
-use crate::fleet::{Alone, Ask, Fleet, Peer, Tokens, collect, wait_for_quiet, wait_for_same};
+use crate::{
+    common::wait_until,
+    fleet::{Alone, Ask, Fleet, Peer, Tokens, collect, settled, wait_for_quiet, wait_for_same},
+};
 
 /// Rooms at a time.
 const WORKERS: usize = 6;
@@ -99,7 +101,9 @@ fn two_thousand_rooms_leave_the_processes_flat() {
 
     work(0, 200);
     all().for_each(|peer| wait_for_quiet("after 200 rooms", &peer));
-    let early = stay().map(|peer| (peer.ledger().held(), peer.resident()));
+    let early = stay();
+    let held = settled(early.iter().map(|peer| &**peer));
+    let resident = early.map(|peer| peer.resident());
     let mut at = 200;
     while at < rooms {
         let to = (at + 450).min(rooms);
@@ -117,7 +121,7 @@ fn two_thousand_rooms_leave_the_processes_flat() {
     let exact = exact.into_inner();
     eprintln!("{exact} of {rooms} rooms were answered");
     assert!(exact >= rooms * 3 / 4, "{exact} of {rooms}");
-    for (peer, (held, resident)) in stay().iter().zip(early) {
+    for ((peer, held), resident) in stay().iter().zip(held).zip(resident) {
         wait_for_same("at the end", peer, &held);
         let now = peer.resident();
         eprintln!("{}: {resident} KiB after 200 rooms, {now} KiB after {rooms}", peer.server.instance);

@@ -145,7 +145,7 @@ impl Ledger {
     /// Everything that is held, without what only grows.
     pub(crate) fn held(&self) -> Value {
         let mut held = self.0.clone();
-        let grow = ["completed", "failed", "landed", "refused", "tombstones"];
+        let grow = ["broken", "completed", "failed", "faults", "landed", "refused", "tombstones"];
         held["node"].as_object_mut().unwrap().retain(|name, _| !grow.contains(&name.as_str()));
         held
     }
