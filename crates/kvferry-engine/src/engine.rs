@@ -7,10 +7,10 @@ use std::{
 };
 
 use kvferry_arena::Arena;
-use kvferry_plan::{CacheShape, Descriptor, Dtype, LayoutSpec, PROTOCOL, PageTable, Placement, RoomKey};
+use kvferry_plan::{CacheShape, Descriptor, Dtype, LayoutSpec, PROTOCOL, Placement, RoomKey};
 
 use crate::{
-    Answer, EngineError, Events, FirstToken, HandOff, Model, RankRows, Request, Rows,
+    Answer, EngineError, Events, FirstToken, HandOff, Model, RankRows, Request, RoomLease, Rows,
     forward::Forward,
     limits::Limits,
     mailbox::{Sender, mailbox},
@@ -99,7 +99,8 @@ impl Engine {
         let (commands, inbox) = mailbox();
         let (shape, placement) = (forward.shape().clone(), forward.placement().clone());
         let arenas = forward.arenas();
-        let scheduler = Scheduler::new(forward, config.chunk, handoff, inbox, Arc::clone(&stats));
+        let mailbox = (commands.clone(), inbox);
+        let scheduler = Scheduler::new(forward, config.chunk, handoff, mailbox, Arc::clone(&stats));
         let scheduler = thread::Builder::new()
             .name("scheduler".into())
             .spawn(move || scheduler.run())
@@ -119,33 +120,28 @@ impl Engine {
     }
 
     /// Computes a prompt for somebody else to continue. The answer comes when the request has its pages (requests
-    /// wait in order of arrival); then the calls of [`HandOff`] follow. The pages stay until
-    /// [`Engine::release`].
+    /// wait in order of arrival); then the calls of [`HandOff`] follow. The pages stay as long as the lease.
     ///
     /// # Errors
     /// [`EngineError::NeverFits`] and [`EngineError::Request`], before any work; through the answer
     /// [`EngineError::RoomInUse`].
-    pub fn prefill(&self, key: RoomKey, request: Request) -> Result<Answer<PageTable>, EngineError> {
+    pub fn prefill(&self, key: RoomKey, request: Request) -> Result<Answer<RoomLease>, EngineError> {
         let request = self.limits.prompt_only(request)?;
         let (granted, answer) = Answer::channel();
         self.send(Command::Prefill { key, request, granted })?;
         Ok(answer)
     }
 
-    /// Reserves pages for a prompt that somebody else computes and for up to `max_tokens` tokens after it. The
-    /// answer comes when the pages are there; they stay until [`Engine::release`].
+    /// Reserves pages for a request whose prompt somebody else computes. All of the request is checked now, so that
+    /// nothing is moved for one that could not go on. The answer comes when the pages are there; they stay as long
+    /// as the lease.
     ///
     /// # Errors
     /// As [`Engine::prefill`].
-    pub fn reserve(
-        &self,
-        key: RoomKey,
-        prompt_tokens: u64,
-        max_tokens: u32,
-    ) -> Result<Answer<PageTable>, EngineError> {
-        let max_tokens = self.limits.reservation(prompt_tokens, max_tokens)?;
+    pub fn reserve(&self, key: RoomKey, request: Request) -> Result<Answer<RoomLease>, EngineError> {
+        let request = self.limits.whole(request)?;
         let (granted, answer) = Answer::channel();
-        self.send(Command::Reserve { key, prompt_tokens, max_tokens, granted })?;
+        self.send(Command::Reserve { key, request, granted })?;
         Ok(answer)
     }
 
@@ -154,16 +150,15 @@ impl Engine {
     ///
     /// # Errors
     /// [`EngineError::Request`] at once; what depends on the room comes as [`crate::Event::Failed`].
-    pub fn decode(&self, key: RoomKey, request: Request, first: FirstToken) -> Result<Events, EngineError> {
-        let request = self.limits.whole(request)?;
+    pub fn decode(&self, lease: &RoomLease, first: FirstToken) -> Result<Events, EngineError> {
         self.limits.vocabulary(&[first.id])?;
         let (sink, events) = Events::channel();
-        self.send(Command::Decode { key, request, first, sink })?;
+        self.send(Command::Decode { id: lease.id(), key: lease.key(), first, sink })?;
         Ok(events)
     }
 
-    /// Ends a request, whatever its state, and frees its pages. Releasing twice, or what never was, does nothing.
-    /// No other process may be reading or writing the pages any more.
+    /// Ends a request that [`Engine::generate`] was told to hold, and frees its pages. Does nothing to what a
+    /// [`RoomLease`] owns, nor when there is nothing.
     pub fn release(&self, key: RoomKey) {
         // An engine that has stopped holds no pages.
         let _ = self.commands.send(Command::Release { key });
@@ -188,13 +183,13 @@ impl Engine {
     }
 
     /// Copies the prompt's cache of `from` (another engine with any layout, same model and element type) into the
-    /// pages reserved under `key` here, coordinate by coordinate: slow, and independent of every plan, so that
+    /// pages that `lease` reserved here, coordinate by coordinate: slow, and independent of every plan, so that
     /// it can stand as the reference for one.
     ///
     /// # Errors
     /// [`EngineError::UnknownRoom`]; [`EngineError::RoomState`] when lengths or models differ.
-    pub fn adopt(&self, key: RoomKey, from: &Rows) -> Result<(), EngineError> {
-        self.rows(key)?.wait()?.fill_from(from)
+    pub fn adopt(&self, lease: &RoomLease, from: &Rows) -> Result<(), EngineError> {
+        self.rows(lease.key())?.wait()?.fill_from(from)
     }
 
     /// What the model caches.

@@ -1,9 +1,10 @@
 //! One request in the scheduler.
 
-use kvferry_plan::{PageTable, RoomKey, TokenRange};
+use kvferry_plan::{RoomKey, TokenRange};
 
 use crate::{
-    Event, FirstToken, Request, Sampling, StopReason, mailbox::Sender, pages::Lease, scheduler::Reply,
+    Event, FirstToken, Request, RoomLease, Sampling, StopReason, mailbox::Sender, pages::Lease,
+    scheduler::Reply,
 };
 
 /// What a request is here for.
@@ -53,7 +54,7 @@ pub(crate) struct Job {
     /// The token generated last, whose cache is computed next.
     pub(crate) last: u32,
     pub(crate) sink: Option<Sender<Event>>,
-    pub(crate) granted: Option<Reply<PageTable>>,
+    pub(crate) granted: Option<Reply<RoomLease>>,
 }
 
 impl Job {
@@ -76,12 +77,6 @@ impl Job {
             sink: None,
             granted: None,
         }
-    }
-
-    /// A queued reservation, whose request comes later.
-    pub(crate) fn reservation(key: RoomKey, prompt_tokens: u64, max_tokens: u32) -> Self {
-        let request = Request::greedy(Vec::new(), max_tokens);
-        Self { prompt_tokens, ..Self::new(Kind::Decode, Some(key), request) }
     }
 
     /// Tokens whose cache it will hold.

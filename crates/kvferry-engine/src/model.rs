@@ -97,7 +97,6 @@ pub struct Model {
     config: ModelConfig,
     options: LoadOptions,
     mla: Option<MlaConfig>,
-    rope: RopeTable,
     /// Absent when the output head is the embedding.
     embedding: Option<Vec<f32>>,
     layers: Vec<Layer>,
@@ -131,20 +130,12 @@ impl Model {
         let config = checkpoint.config().clone();
         let mla = (options.attention == Attention::Mla).then(|| config.to_mla());
         let arith = options.arith;
-        let (layers, rope, sha256) = thread::scope(|scope| {
-            let rope = scope.spawn(|| {
-                RopeTable::new(
-                    mla.as_ref().map_or(config.head_dim, |mla| mla.rope_ladder),
-                    f64::from(config.rope_theta),
-                    config.max_position as usize,
-                )
-            });
+        let (layers, sha256) = thread::scope(|scope| {
             let sha256 = scope.spawn(|| checkpoint.digest().to_owned());
             let layers = layers(checkpoint, mla.as_ref());
             // A thread that panicked is a defect; it goes on here as one.
-            let rope = rope.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
             let sha256 = sha256.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
-            layers.map(|layers| (layers, rope, sha256))
+            layers.map(|layers| (layers, sha256))
         })?;
         let embedding = checkpoint.embedding()?;
         let (embedding, head) = match checkpoint.head()? {
@@ -168,7 +159,6 @@ impl Model {
             digest,
             options,
             mla,
-            rope,
             embedding,
             layers,
             final_norm: checkpoint.final_norm()?,
@@ -252,8 +242,11 @@ impl Model {
         if self.mla.is_some() { Part::Latent } else { Part::Key }
     }
 
-    pub(crate) fn rope(&self) -> &RopeTable {
-        &self.rope
+    /// Rotations of the first `positions` positions. The longest context that a checkpoint claims says nothing about
+    /// what an engine can hold, so the table is as long as the engine's longest sequence.
+    pub(crate) fn rope(&self, positions: usize) -> RopeTable {
+        let ladder = self.mla.as_ref().map_or(self.config.head_dim, |mla| mla.rope_ladder);
+        RopeTable::new(ladder, f64::from(self.config.rope_theta), positions)
     }
 
     /// Factor on scores before the softmax.

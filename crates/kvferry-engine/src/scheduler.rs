@@ -6,10 +6,10 @@ use std::{
     sync::{Arc, Mutex, PoisonError},
 };
 
-use kvferry_plan::{PageTable, RoomKey};
+use kvferry_plan::RoomKey;
 
 use crate::{
-    EngineError, EngineStats, Event, FirstToken, HandOff, Request, Rows, StopReason,
+    EngineError, EngineStats, Event, FirstToken, HandOff, Request, RoomLease, Rows, StopReason,
     forward::{Forward, Outcome, Piece},
     job::{Job, Kind, State},
     mailbox::{Receiver, Sender},
@@ -23,23 +23,51 @@ pub(crate) type Reply<T> = Sender<Result<T, EngineError>>;
 /// What the scheduler is told.
 #[derive(Debug)]
 pub(crate) enum Command {
-    Generate { request: Request, sink: Sender<Event> },
-    Prefill { key: RoomKey, request: Request, granted: Reply<PageTable> },
-    Reserve { key: RoomKey, prompt_tokens: u64, max_tokens: u32, granted: Reply<PageTable> },
-    Decode { key: RoomKey, request: Request, first: FirstToken, sink: Sender<Event> },
-    Release { key: RoomKey },
-    Rows { key: RoomKey, reply: Reply<Rows> },
+    Generate {
+        request: Request,
+        sink: Sender<Event>,
+    },
+    Prefill {
+        key: RoomKey,
+        request: Request,
+        granted: Reply<RoomLease>,
+    },
+    Reserve {
+        key: RoomKey,
+        request: Request,
+        granted: Reply<RoomLease>,
+    },
+    Decode {
+        id: JobId,
+        key: RoomKey,
+        first: FirstToken,
+        sink: Sender<Event>,
+    },
+    /// Of a request that is held under a key.
+    Release {
+        key: RoomKey,
+    },
+    /// The lease of a request is over.
+    Return {
+        id: JobId,
+    },
+    Rows {
+        key: RoomKey,
+        reply: Reply<Rows>,
+    },
     Stop,
 }
 
 /// Number of a request, in order of arrival.
-type JobId = u64;
+pub(crate) type JobId = u64;
 
 /// The scheduler.
 pub(crate) struct Scheduler {
     forward: Forward,
     chunk: usize,
     handoff: Arc<dyn HandOff>,
+    /// For leases, which come back this way.
+    commands: Sender<Command>,
     inbox: Receiver<Command>,
     stats: Arc<Mutex<EngineStats>>,
     pages: Pages,
@@ -56,7 +84,7 @@ impl Scheduler {
         forward: Forward,
         chunk: u32,
         handoff: Arc<dyn HandOff>,
-        inbox: Receiver<Command>,
+        (commands, inbox): (Sender<Command>, Receiver<Command>),
         stats: Arc<Mutex<EngineStats>>,
     ) -> Self {
         let pages = Pages::new(forward.pages());
@@ -64,6 +92,7 @@ impl Scheduler {
             forward,
             chunk: chunk as usize,
             handoff,
+            commands,
             inbox,
             stats,
             pages,
@@ -117,21 +146,23 @@ impl Scheduler {
                 let job = Job { granted: Some(granted), ..Job::new(Kind::Prefill, Some(key), request) };
                 self.enqueue(job);
             }
-            Command::Reserve { key, prompt_tokens, max_tokens, granted } => {
-                let job = Job::reservation(key, prompt_tokens, max_tokens);
-                self.enqueue(Job { granted: Some(granted), ..job });
+            Command::Reserve { key, request, granted } => {
+                let job = Job { granted: Some(granted), ..Job::new(Kind::Decode, Some(key), request) };
+                self.enqueue(job);
             }
-            Command::Decode { key, request, first, sink } => {
-                if let Err(error) = self.decode(key, &request, first, &sink) {
+            Command::Decode { id, key, first, sink } => {
+                if let Err(error) = self.decode(id, key, first, &sink) {
                     sink.send(Event::Failed(error));
                 }
             }
             Command::Release { key } => {
-                if let Some(id) = self.rooms.get(&key).copied() {
-                    self.tell_failed(id, &EngineError::Aborted);
-                    self.remove(id);
+                let id = self.rooms.get(&key).copied();
+                let kind = id.and_then(|id| self.jobs.get(&id)).map(|job| job.kind);
+                if let (Some(id), Some(Kind::Generate)) = (id, kind) {
+                    self.end(id);
                 }
             }
+            Command::Return { id } => self.end(id),
             Command::Rows { key, reply } => {
                 reply.send(self.rows(key));
             }
@@ -154,27 +185,16 @@ impl Scheduler {
 
     fn decode(
         &mut self,
+        id: JobId,
         key: RoomKey,
-        request: &Request,
         first: FirstToken,
         sink: &Sender<Event>,
     ) -> Result<(), EngineError> {
-        let id = self.rooms.get(&key).copied().ok_or(EngineError::UnknownRoom(key))?;
         let job = self.jobs.get_mut(&id).ok_or(EngineError::UnknownRoom(key))?;
-        let refuse = |reason: String| Err(EngineError::RoomState { key, reason });
         if job.kind != Kind::Decode || job.state != State::Reserved {
-            return refuse("it does not wait for a prompt's cache".into());
+            let reason = "it does not wait for a prompt's cache".into();
+            return Err(EngineError::RoomState { key, reason });
         }
-        if job.prompt_tokens != request.prompt.len() as u64 {
-            return refuse(format!(
-                "it was reserved for a prompt of {} tokens, not of {}",
-                job.prompt_tokens,
-                request.prompt.len()
-            ));
-        }
-        job.max_tokens = job.max_tokens.min(request.max_tokens);
-        job.sampling = request.sampling;
-        job.ignore_eos = request.ignore_eos;
         job.sink = Some(sink.clone());
         job.filled = job.prompt_tokens;
         job.state = State::Decoding;
@@ -222,11 +242,13 @@ impl Scheduler {
             self.queue.pop_front();
             let table = lease.table().clone();
             job.lease = Some(lease);
+            let key = job.key;
             job.state = if job.kind == Kind::Decode { State::Reserved } else { State::Prefilling };
             if let Some(granted) = job.granted.take()
-                && !granted.send(Ok(table))
+                && let Some(key) = key
             {
-                self.remove(id);
+                // One that nobody waits for any more comes back at once.
+                granted.send(Ok(RoomLease::new(key, id, table, self.commands.clone())));
             }
         }
     }
@@ -315,6 +337,12 @@ impl Scheduler {
         } else {
             job.state = State::Finished;
         }
+    }
+
+    /// A request is over by its owner's decision, whatever its state.
+    fn end(&mut self, id: JobId) {
+        self.tell_failed(id, &EngineError::Aborted);
+        self.remove(id);
     }
 
     /// Tells everybody who waits for something of this request.

@@ -122,9 +122,8 @@ fn split(
     let decode =
         Engine::start(Arc::clone(model), &EngineConfig { kv, ..config(to) }, Arc::new(NoHandOff)).unwrap();
     let room = key(7);
-    let tokens = request.prompt.len() as u64;
-    prefill.prefill(room, request.clone()).unwrap().wait().unwrap();
-    decode.reserve(room, tokens, request.max_tokens).unwrap().wait().unwrap();
+    let computed = prefill.prefill(room, request.clone()).unwrap().wait().unwrap();
+    let reserved = decode.reserve(room, request.clone()).unwrap().wait().unwrap();
     let mut chunks = Vec::new();
     let first = loop {
         match calls.recv_timeout(PATIENCE).unwrap() {
@@ -139,13 +138,12 @@ fn split(
             Call::Failed(_, error) => panic!("{error}"),
         }
     };
-    decode.adopt(room, &prefill.rows(room).unwrap().wait().unwrap()).unwrap();
-    prefill.release(room);
+    decode.adopt(&reserved, &prefill.rows(room).unwrap().wait().unwrap()).unwrap();
+    drop(computed);
     all_free(&prefill);
-    let (tokens, last) = outcome(decode.decode(room, request.clone(), first).unwrap());
+    let (tokens, last) = outcome(decode.decode(&reserved, first).unwrap());
     wait_for(&decode, |s| s.finished == 1 && s.pages_held > 0);
-    decode.release(room);
-    decode.release(room);
+    drop(reserved);
     all_free(&decode);
     (tokens, last, chunks)
 }
@@ -207,11 +205,11 @@ fn requests_wait_for_pages_in_order_and_all_come_through() {
     assert!(all.iter().all(|one| *one == all[0] && one.0.len() == 20));
     all_free(&engine);
     // While the pages are taken a small request does not overtake a large one.
-    engine.reserve(key(1), 100, 10).unwrap().wait().unwrap();
-    let large = engine.reserve(key(2), 60, 10).unwrap();
-    let small = engine.reserve(key(3), 1, 1).unwrap();
+    let first = engine.reserve(key(1), full(100, 10)).unwrap().wait().unwrap();
+    let large = engine.reserve(key(2), full(60, 10)).unwrap();
+    let small = engine.reserve(key(3), full(1, 1)).unwrap();
     wait_for(&engine, |s| s.queued == 2);
-    engine.release(key(1));
+    drop(first);
     large.wait().unwrap();
     small.wait().unwrap();
 }
@@ -222,7 +220,7 @@ fn a_prompt_that_can_never_fit_is_refused_with_the_limit_that_it_meets() {
         let engine = start(config);
         let error = engine.generate(Request::greedy(prompt(length), 1)).unwrap_err();
         assert_eq!(engine.stats().pages_free, engine.stats().pages_total);
-        let reserve = engine.reserve(key(1), u64::from(length), 1).unwrap_err();
+        let reserve = engine.reserve(key(1), full(length, 1)).unwrap_err();
         assert_eq!(error, reserve);
         error.to_string()
     };
@@ -236,6 +234,29 @@ fn a_prompt_that_can_never_fit_is_refused_with_the_limit_that_it_meets() {
     assert_eq!(outcome(start(&pool).generate(full(63, 9)).unwrap()).0.len(), 1);
     assert!(start(&pool).prefill(key(1), full(64, 1)).unwrap().wait().is_ok());
     assert!(start(&short).prefill(key(1), full(32, 1)).is_err());
+}
+
+#[test]
+fn an_absurd_context_length_takes_no_memory() {
+    let folder = tempfile::tempdir().unwrap();
+    for file in std::fs::read_dir("models/llama_tiny").unwrap().map(Result::unwrap) {
+        std::fs::copy(file.path(), folder.path().join(file.file_name())).unwrap();
+    }
+    let config = folder.path().join("config.json");
+    let honest = std::fs::read_to_string(&config).unwrap();
+    let absurd =
+        honest.replace("\"max_position_embeddings\": 4096", "\"max_position_embeddings\": 4294967295");
+    assert_ne!(absurd, honest);
+    std::fs::write(&config, absurd).unwrap();
+    // A table of every position that this checkpoint claims would take more than 100 GB.
+    let model = Model::load(folder.path(), LoadOptions::default()).unwrap();
+    let small = EngineConfig { pool_tokens: 64, ..self::config("tp=2") };
+    let engine = Engine::start(model, &small, Arc::new(NoHandOff)).unwrap();
+    assert_eq!(engine.longest_prompt(), 63);
+    // The last position that it has a page for is computed as the honest model does.
+    let whole = outcome(engine.generate(full(40, 24)).unwrap());
+    assert_eq!(whole.0.len(), 24);
+    assert_eq!(whole.0, outcome(start(&small).generate(full(40, 24)).unwrap()).0);
 }
 
 #[test]
@@ -295,23 +316,22 @@ fn a_request_is_aborted_in_any_state_and_twice() {
     let engine = Engine::start(model(Attention::Gqa, Arith::Canonical), &small, recorder).unwrap();
     engine.release(key(0));
     // Half done.
-    engine.prefill(key(1), full(100, 1)).unwrap().wait().unwrap();
+    let half = engine.prefill(key(1), full(100, 1)).unwrap().wait().unwrap();
     assert_eq!(calls.recv_timeout(PATIENCE).unwrap(), Call::Chunk(key(1), TokenRange::new(0, 1)));
     // Queued behind it.
-    let queued = engine.reserve(key(2), 100, 5).unwrap();
+    let queued = engine.reserve(key(2), full(100, 5)).unwrap();
     wait_for(&engine, |s| s.queued == 1);
-    engine.release(key(2));
-    engine.release(key(2));
-    assert_eq!(queued.wait(), Err(EngineError::Aborted));
+    drop(queued);
+    wait_for(&engine, |s| s.queued == 0);
     // A key is in use until it is released.
-    assert_eq!(engine.prefill(key(1), full(3, 1)).unwrap().wait(), Err(EngineError::RoomInUse(key(1))));
-    engine.release(key(1));
-    engine.release(key(1));
+    let again = engine.prefill(key(1), full(3, 1)).unwrap().wait();
+    assert_eq!(again.unwrap_err(), EngineError::RoomInUse(key(1)));
+    drop(half);
     all_free(&engine);
     // Reserved, then given up.
-    engine.reserve(key(3), 10, 5).unwrap().wait().unwrap();
+    let reserved = engine.reserve(key(3), full(10, 5)).unwrap().wait().unwrap();
     wait_for(&engine, |s| s.reserved == 1);
-    engine.release(key(3));
+    drop(reserved);
     all_free(&engine);
     // Generating when the reader leaves.
     let mut events = engine.generate(full(3, 100)).unwrap();
@@ -319,31 +339,49 @@ fn a_request_is_aborted_in_any_state_and_twice() {
     drop(events);
     all_free(&engine);
     // Decoding when the reader leaves: the pages wait for whoever may still be writing them.
-    engine.reserve(key(4), 10, 90).unwrap().wait().unwrap();
-    drop(engine.decode(key(4), full(10, 90), FirstToken { id: 1, logprob: -1.0 }).unwrap());
+    let reserved = engine.reserve(key(4), full(10, 90)).unwrap().wait().unwrap();
+    drop(engine.decode(&reserved, FirstToken { id: 1, logprob: -1.0 }).unwrap());
     wait_for(&engine, |s| s.finished == 1);
-    engine.release(key(4));
+    drop(reserved);
     all_free(&engine);
 }
 
 #[test]
-fn a_decode_that_does_not_match_its_reservation_is_refused() {
+fn a_reservation_is_checked_whole_and_continued_once() {
     let engine = engine("tp=1");
     let first = FirstToken { id: 1, logprob: -1.0 };
-    let refused = |key, request| match outcome(engine.decode(key, request, first).unwrap()) {
-        (tokens, Event::Failed(error)) => {
-            assert!(tokens.is_empty());
-            error
-        }
-        other => panic!("{other:?}"),
-    };
-    assert_eq!(refused(key(9), full(3, 1)), EngineError::UnknownRoom(key(9)));
-    engine.reserve(key(1), 10, 4).unwrap().wait().unwrap();
-    let error = refused(key(1), full(9, 4)).to_string();
-    assert!(error.contains("reserved for a prompt of 10 tokens, not of 9"), "{error}");
-    // It is still there for the right one, and gives no more than was reserved.
-    assert_eq!(outcome(engine.decode(key(1), full(10, 50), first).unwrap()).0.len(), 4);
-    assert!(matches!(refused(key(1), full(10, 4)), EngineError::RoomState { .. }));
+    let hot = Request { sampling: Sampling { temperature: -1.0, ..Sampling::GREEDY }, ..full(10, 4) };
+    assert!(engine.reserve(key(1), hot).unwrap_err().to_string().contains("temperature -1"));
+    let error = engine.reserve(key(1), Request::greedy(vec![1, 512], 4)).unwrap_err();
+    assert!(error.to_string().contains("token 512 is not in the vocabulary"), "{error}");
+    let lease = engine.reserve(key(1), full(10, 4)).unwrap().wait().unwrap();
+    assert_eq!(outcome(engine.decode(&lease, first).unwrap()).0.len(), 4);
+    let (tokens, last) = outcome(engine.decode(&lease, first).unwrap());
+    assert!(tokens.is_empty() && matches!(last, Event::Failed(EngineError::RoomState { .. })), "{last:?}");
+}
+
+#[test]
+fn a_duplicate_of_a_live_room_cannot_free_its_pages() {
+    let engine = engine("tp=1");
+    let lease = engine.reserve(key(1), full(10, 90)).unwrap().wait().unwrap();
+    let held = engine.stats().pages_held;
+    assert!(held > 0);
+    // A duplicate is refused, and neither its end nor the key alone does anything to the owner's pages.
+    let duplicate = engine.reserve(key(1), full(1, 1)).unwrap();
+    assert_eq!(duplicate.wait().unwrap_err(), EngineError::RoomInUse(key(1)));
+    drop(engine.reserve(key(1), full(1, 1)).unwrap());
+    engine.release(key(1));
+    engine.rows(key(1)).unwrap().wait().unwrap();
+    assert_eq!(engine.stats().pages_held, held);
+    let first = FirstToken { id: 1, logprob: -1.0 };
+    let (tokens, last) = outcome(engine.decode(&lease, first).unwrap());
+    assert!(tokens.len() == 90 && matches!(last, Event::Done { .. }), "{last:?}");
+    engine.release(key(1));
+    engine.rows(key(1)).unwrap().wait().unwrap();
+    // A lease that nobody waits for comes back by itself.
+    drop(lease);
+    drop(engine.reserve(key(2), full(10, 90)).unwrap());
+    all_free(&engine);
 }
 
 #[test]
@@ -417,13 +455,13 @@ fn a_value_out_of_range_fails_its_request_and_no_other() {
         let good = engine.generate(full(3, 30)).unwrap();
         let bad = engine.generate(Request::greedy(vec![1, 5, 3], 4)).unwrap();
         assert!(matches!(outcome(bad).1, Event::Failed(EngineError::Range { .. })), "{arith:?}");
-        engine.prefill(key(1), Request::greedy(vec![5], 1)).unwrap().wait().unwrap();
+        let room = engine.prefill(key(1), Request::greedy(vec![5], 1)).unwrap().wait().unwrap();
         let call = calls.recv_timeout(PATIENCE).unwrap();
         assert!(matches!(call, Call::Failed(of, EngineError::Range { .. }) if of == key(1)), "{call:?}");
         let (tokens, last) = outcome(good);
         assert_eq!(tokens.len(), 30);
         assert!(matches!(last, Event::Done { .. }));
-        engine.release(key(1));
+        drop(room);
         all_free(&engine);
     }
 }
@@ -433,7 +471,7 @@ fn a_short_request_does_not_wait_for_a_long_prompt() {
     let (recorder, calls) = Recorder::new();
     let slow = EngineConfig { chunk: 1, ..config("tp=1") };
     let engine = Engine::start(model(Attention::Gqa, Arith::Canonical), &slow, recorder).unwrap();
-    engine.prefill(key(1), full(400, 1)).unwrap().wait().unwrap();
+    let _long = engine.prefill(key(1), full(400, 1)).unwrap().wait().unwrap();
     assert_eq!(outcome(engine.generate(full(3, 5)).unwrap()).0.len(), 5);
     let sofar: Vec<Call> = calls.try_iter().collect();
     assert!(sofar.len() < 400 && sofar.iter().all(|call| matches!(call, Call::Chunk(..))), "{}", sofar.len());
@@ -443,9 +481,9 @@ fn a_short_request_does_not_wait_for_a_long_prompt() {
 fn an_engine_that_goes_ends_its_requests() {
     let engine = engine("tp=2");
     let events = engine.generate(full(3, 400)).unwrap();
-    let queued = engine.reserve(key(1), 500, 1).unwrap();
+    let queued = engine.reserve(key(1), full(500, 1)).unwrap();
     wait_for(&engine, |s| s.queued == 1 && s.decoding == 1);
     drop(engine);
     assert_eq!(outcome(events).1, Event::Failed(EngineError::Stopped));
-    assert_eq!(queued.wait(), Err(EngineError::Stopped));
+    assert_eq!(queued.wait().unwrap_err(), EngineError::Stopped);
 }

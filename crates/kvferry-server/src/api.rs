@@ -3,6 +3,7 @@
 
 use std::fmt;
 
+use axum::http::StatusCode;
 use kvferry_engine::{FirstToken, Sampling, StopReason};
 use kvferry_plan::{Blame, Bytes, InstanceId, RoomKey};
 use serde::{Deserialize, Serialize};
@@ -184,13 +185,16 @@ pub struct Problem {
     pub stage: Stage,
     /// What happened and what would work.
     pub cause: String,
+    /// The HTTP status, where it does not follow from blame and stage. Travels as the status alone.
+    #[serde(skip)]
+    pub(crate) status: Option<StatusCode>,
 }
 
 impl Problem {
     /// A problem.
     #[must_use]
     pub fn new(blame: Blame, stage: Stage, cause: impl fmt::Display) -> Self {
-        Self { blame, stage, cause: cause.to_string() }
+        Self { blame, stage, cause: cause.to_string(), status: None }
     }
 }
 

@@ -55,10 +55,11 @@ impl InstanceClient {
         self.json(self.post("/internal/prefill", request)).await
     }
 
-    /// Has a prompt's cache taken over and continued. Dropping the stream ends the room.
+    /// Has a prompt's cache taken over and continued; answers when the first token is there. Dropping the future or the
+    /// stream ends the room.
     ///
     /// # Errors
-    /// As [`Self::health`]: what is refused before any work.
+    /// As [`Self::health`]: whatever goes wrong before the first token.
     pub async fn decode(&self, request: &DecodeRequest) -> Result<DecodeStream, Problem> {
         let answer = self.send(self.post("/internal/decode", request)).await?;
         Ok(DecodeStream { url: self.url.clone(), answer, buffer: VecDeque::new() })

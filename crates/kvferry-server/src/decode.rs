@@ -10,7 +10,7 @@ use axum::{
     response::{IntoResponse, Response},
 };
 use futures_util::stream;
-use kvferry_engine::{Answer, Event, FirstToken, Request};
+use kvferry_engine::{Answer, Event, FirstToken, Request, RoomLease};
 use kvferry_node::{PeerAddr, Receipt, Receive};
 use kvferry_plan::{Blame, PageTable, TokenRange};
 use kvferry_registry::Member;
@@ -30,18 +30,37 @@ pub(crate) async fn handle(
 ) -> Result<Response, Problem> {
     let Json(asked) = body?;
     shared.admit()?;
-    // What can never fit is refused before the other side is even looked for.
-    let tokens = asked.prompt.len() as u64;
+    let request = Request {
+        prompt: asked.prompt.clone(),
+        max_tokens: asked.max_tokens,
+        sampling: asked.sampling.into(),
+        ignore_eos: asked.ignore_eos,
+        hold: None,
+    };
+    // What makes no sense or can never fit is refused before the other side is even looked for.
     let granted = shared
         .engine
-        .reserve(asked.key, tokens, asked.max_tokens)
+        .reserve(asked.key, request)
         .map_err(|error| Problem::engine(Stage::Admission, &error))?;
-    let (lines, records) = mpsc::channel(BACKLOG);
+    let (lines, mut records) = mpsc::channel(BACKLOG);
     shared.tasks.spawn(Room { shared: Arc::clone(&shared), asked, lines }.run(granted));
-    let body = stream::unfold(records, |mut records| async move {
-        let mut line = serde_json::to_string(&records.recv().await?).unwrap_or_default();
+    // The status says how it went until the first token; what fails later is the stream's last line.
+    let first = match records.recv().await {
+        Some(DecodeRecord::Error(problem)) => return Err(problem),
+        Some(record) => record,
+        None => {
+            let cause = "the room's task ended without a record; this is a defect, please report it";
+            return Err(Problem::new(Blame::Us, Stage::Compute, cause));
+        }
+    };
+    let body = stream::unfold((Some(first), records), |(first, mut records)| async move {
+        let record = match first {
+            Some(first) => first,
+            None => records.recv().await?,
+        };
+        let mut line = serde_json::to_string(&record).unwrap_or_default();
         line.push('\n');
-        Some((Ok::<_, Infallible>(line), records))
+        Some((Ok::<_, Infallible>(line), (None, records)))
     });
     Ok(([(header::CONTENT_TYPE, "application/x-ndjson")], Body::from_stream(body)).into_response())
 }
@@ -54,18 +73,16 @@ struct Room {
 }
 
 impl Room {
-    async fn run(self, granted: Answer<PageTable>) {
-        let key = self.asked.key;
-        let result = self.take_over(granted).await;
-        if result.is_ok() && self.asked.hold {
-            self.shared.hold(key);
-        } else {
-            self.shared.engine.release(key);
-        }
-        let last = match result {
-            Ok(done) => DecodeRecord::Done(done),
+    async fn run(self, granted: Answer<RoomLease>) {
+        let last = match self.take_over(granted).await {
+            Ok((lease, done)) => {
+                if self.asked.hold {
+                    self.shared.hold(lease);
+                }
+                DecodeRecord::Done(done)
+            }
             Err(problem) => {
-                tracing::warn!(%key, %problem, "decode room failed");
+                tracing::warn!(key = %self.asked.key, %problem, "decode room failed");
                 DecodeRecord::Error(problem)
             }
         };
@@ -76,8 +93,9 @@ impl Room {
         say(&self.lines, record, &self.shared.stop).await;
     }
 
-    async fn take_over(&self, granted: Answer<PageTable>) -> Result<DecodeDone, Problem> {
-        let table = tokio::select! {
+    /// The lease goes back with the error: whatever happens, it lives until nobody writes into its pages any more.
+    async fn take_over(&self, granted: Answer<RoomLease>) -> Result<(RoomLease, DecodeDone), Problem> {
+        let lease = tokio::select! {
             granted = granted => granted.map_err(|error| Problem::engine(Stage::Admission, &error))?,
             problem = self.ended(Stage::Admission) => return Err(problem),
         };
@@ -85,8 +103,9 @@ impl Room {
             peers = self.find_prefill() => peers?,
             problem = self.ended(Stage::Lookup) => return Err(problem),
         };
-        let receipt = self.receive(peers, table).await?;
-        self.generate(&receipt).await
+        let receipt = self.receive(peers, lease.table().clone()).await?;
+        let done = self.generate(&lease, &receipt).await?;
+        Ok((lease, done))
     }
 
     /// Comes true when nobody wants the answer any more.
@@ -126,20 +145,13 @@ impl Room {
         }
     }
 
-    async fn generate(&self, receipt: &Receipt) -> Result<DecodeDone, Problem> {
+    async fn generate(&self, lease: &RoomLease, receipt: &Receipt) -> Result<DecodeDone, Problem> {
         let asked = &self.asked;
-        let request = Request {
-            prompt: asked.prompt.clone(),
-            max_tokens: asked.max_tokens,
-            sampling: asked.sampling.into(),
-            ignore_eos: asked.ignore_eos,
-            hold: None,
-        };
         let first = FirstToken { id: receipt.first.token, logprob: receipt.first.logprob };
         let mut events = self
             .shared
             .engine
-            .decode(asked.key, request, first)
+            .decode(lease, first)
             .map_err(|error| Problem::engine(Stage::Compute, &error))?;
         loop {
             let event = tokio::select! {

@@ -55,11 +55,19 @@ impl ServerError {
 impl Problem {
     /// An engine's refusal or failure.
     pub(crate) fn engine(stage: Stage, error: &EngineError) -> Self {
-        Self::new(error.blame(), stage, error)
+        let problem = Self::new(error.blame(), stage, error);
+        match error {
+            EngineError::RoomInUse(_) => Self { status: Some(StatusCode::CONFLICT), ..problem },
+            _ => problem,
+        }
     }
 
     fn status(&self) -> StatusCode {
+        if let Some(status) = self.status {
+            return status;
+        }
         match (self.blame, self.stage) {
+            (Blame::Caller, Stage::Lookup) => StatusCode::NOT_FOUND,
             (Blame::Caller, _) => StatusCode::BAD_REQUEST,
             (Blame::Environment, _) => StatusCode::SERVICE_UNAVAILABLE,
             (Blame::PeerIncompatible | Blame::PeerMisbehaved, _) => StatusCode::BAD_GATEWAY,

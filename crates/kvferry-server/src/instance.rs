@@ -16,7 +16,7 @@ use axum::{
     routing::{get, post},
     serve::{Listener, ListenerExt},
 };
-use kvferry_engine::{Engine, EngineConfig, HandOff, Model};
+use kvferry_engine::{Engine, EngineConfig, HandOff, Model, RoomLease};
 use kvferry_node::{Node, NodeConfig};
 use kvferry_plan::{Blame, Bytes, Incarnation, InstanceId, RoomKey};
 use kvferry_registry::{Client, Member, Registration, Role, bind_loopback};
@@ -65,7 +65,7 @@ pub(crate) struct Shared {
     pub(crate) handoff: Arc<NodeHandOff>,
     pub(crate) registry: Client,
     /// Rooms that are over but whose pages are kept for reading, and since when.
-    held: Mutex<HashMap<RoomKey, Instant>>,
+    held: Mutex<HashMap<RoomKey, (RoomLease, Instant)>>,
     pub(crate) registration: Registration,
     draining: AtomicBool,
     /// Work that outlives its HTTP request.
@@ -88,20 +88,20 @@ impl Shared {
         self.draining.load(Ordering::Relaxed)
     }
 
-    fn held(&self) -> MutexGuard<'_, HashMap<RoomKey, Instant>> {
+    fn held(&self) -> MutexGuard<'_, HashMap<RoomKey, (RoomLease, Instant)>> {
         self.held.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Keeps the pages of a finished room until somebody releases it, or its time is up.
-    pub(crate) fn hold(self: &Arc<Self>, key: RoomKey) {
-        let since = Instant::now();
-        self.held().insert(key, since);
+    pub(crate) fn hold(self: &Arc<Self>, lease: RoomLease) {
+        let (key, since) = (lease.key(), Instant::now());
+        self.held().insert(key, (lease, since));
         // Not a tracked task: draining does not wait for readers, the engine's end frees the pages.
         let shared = Arc::downgrade(self);
         tokio::spawn(async move {
             tokio::time::sleep(HOLD).await;
             if let Some(shared) = shared.upgrade()
-                && shared.held().get(&key) == Some(&since)
+                && shared.held().get(&key).is_some_and(|(_, held)| *held == since)
             {
                 tracing::warn!(%key, "a held room was never released");
                 shared.release(key);
@@ -111,11 +111,7 @@ impl Shared {
 
     /// Releases a held room; false when none of that key is held.
     pub(crate) fn release(&self, key: RoomKey) -> bool {
-        let was_held = self.held().remove(&key).is_some();
-        if was_held {
-            self.engine.release(key);
-        }
-        was_held
+        self.held().remove(&key).is_some()
     }
 
     pub(crate) fn held_rooms(&self) -> usize {

@@ -6,9 +6,9 @@ use axum::{
     Json,
     extract::{State, rejection::JsonRejection},
 };
-use kvferry_engine::{Answer, Request};
+use kvferry_engine::{Answer, EngineError, Request, RoomLease};
 use kvferry_node::SourceRoom;
-use kvferry_plan::{Blame, PageTable, RoomKey, TokenRange};
+use kvferry_plan::{Blame, RoomKey, TokenRange};
 use tokio::sync::oneshot;
 
 use crate::{PrefillReply, PrefillRequest, Problem, Stage, instance::Shared};
@@ -21,8 +21,7 @@ pub(crate) async fn handle(
     shared.admit()?;
     let (key, prompt_tokens) = (asked.key, asked.prompt.len() as u64);
     if !shared.handoff.expect(key) {
-        let cause = format!("room {key} is in use here already; a retry is a new attempt");
-        return Err(Problem::new(Blame::Caller, Stage::Admission, cause));
+        return Err(Problem::engine(Stage::Admission, &EngineError::RoomInUse(key)));
     }
     let request = Request { sampling: asked.sampling.into(), ..Request::greedy(asked.prompt, 1) };
     let granted = match shared.engine.prefill(key, request) {
@@ -54,7 +53,7 @@ struct Room {
 impl Room {
     async fn run(
         self,
-        granted: Answer<PageTable>,
+        granted: Answer<RoomLease>,
         mut reply: oneshot::Sender<Result<PrefillReply, Problem>>,
     ) {
         let result = self.hand_over(granted, &mut reply).await;
@@ -67,26 +66,26 @@ impl Room {
 
     async fn hand_over(
         &self,
-        granted: Answer<PageTable>,
+        granted: Answer<RoomLease>,
         reply: &mut oneshot::Sender<Result<PrefillReply, Problem>>,
     ) -> Result<PrefillReply, Problem> {
-        let Shared { engine, node, handoff, stop, .. } = &*self.shared;
+        let Shared { node, handoff, stop, .. } = &*self.shared;
         let key = self.key;
         let gone = || Problem::new(Blame::Caller, Stage::Admission, "the client went away");
-        let table = tokio::select! {
+        let lease = tokio::select! {
             granted = granted => granted.map_err(|error| Problem::engine(Stage::Admission, &error)),
             () = reply.closed() => Err(gone()),
             () = stop.cancelled() => Err(Problem::new(Blame::Environment, Stage::Admission, "shutting down")),
         };
         let tokens = TokenRange::new(0, self.prompt_tokens);
-        let handle = match table {
-            Ok(table) => Arc::new(node.send(SourceRoom { key, table, tokens })),
+        let lease = match lease {
+            Ok(lease) => lease,
             Err(problem) => {
                 handoff.forget(key);
-                engine.release(key);
                 return Err(problem);
             }
         };
+        let handle = Arc::new(node.send(SourceRoom { key, table: lease.table().clone(), tokens }));
         handoff.attach(key, &handle);
         let outcome = tokio::select! {
             outcome = handle.outcome() => outcome,
@@ -101,7 +100,7 @@ impl Room {
         };
         // The outcome says that nobody reads the pages any more.
         let computed = handoff.forget(key);
-        engine.release(key);
+        drop(lease);
         match (outcome, computed) {
             (Ok(receipt), Some(Ok(first))) => Ok(PrefillReply {
                 first: first.into(),

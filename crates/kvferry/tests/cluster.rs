@@ -208,23 +208,28 @@ fn a_client_that_leaves_ends_its_room_on_both_sides() {
     let (_, to_decode) = cluster.ask(1, &prompt);
     let other = cluster.ask(2, &prompt).0;
     cluster.runtime.block_on(async {
-        let stream = client(&cluster.decode).decode(&to_decode).await.unwrap();
-        let lonely =
-            tokio::time::timeout(Duration::from_millis(300), client(&cluster.prefill).prefill(&other)).await;
+        let patience = Duration::from_millis(300);
+        let (decode, prefill) = (client(&cluster.decode), client(&cluster.prefill));
+        let (waiting, lonely) = tokio::join!(
+            tokio::time::timeout(patience, decode.decode(&to_decode)),
+            tokio::time::timeout(patience, prefill.prefill(&other)),
+        );
+        assert!(waiting.is_err(), "nobody has computed the prompt: {waiting:?}");
         assert!(lonely.is_err(), "nobody has opened the room: {lonely:?}");
-        drop(stream);
     });
     wait_until("both rooms are gone", || cluster.is_quiet());
     // The client of prefill goes away in the middle of a long prompt: decode hears of it.
     let (to_prefill, to_decode) = cluster.ask(3, &[7; 3000]);
     let told = cluster.runtime.block_on(async {
-        let mut stream = client(&cluster.decode).decode(&to_decode).await.unwrap();
-        let prefill = client(&cluster.prefill);
-        let cut = tokio::time::timeout(Duration::from_millis(150), prefill.prefill(&to_prefill)).await;
+        let (decode, prefill) = (client(&cluster.decode), client(&cluster.prefill));
+        let (told, cut) = tokio::join!(
+            decode.decode(&to_decode),
+            tokio::time::timeout(Duration::from_millis(150), prefill.prefill(&to_prefill)),
+        );
         assert!(cut.is_err(), "the prompt was computed too fast for this test: {cut:?}");
-        stream.next().await.unwrap().unwrap()
+        told.unwrap_err()
     });
-    assert!(matches!(told, DecodeRecord::Error(ref p) if p.stage == Stage::HandOff), "{told:?}");
+    assert_eq!(told.stage, Stage::HandOff, "{told}");
     wait_until("that room is gone too", || cluster.is_quiet());
     cluster.run(4, &prompt).unwrap();
 }
@@ -306,20 +311,13 @@ fn instances_that_do_not_fit_are_refused_by_field_and_live_on() {
     let prompt = [1, 2, 3];
     let ask = |cluster: &Cluster, decode: &Server, room| {
         let (_, to_decode) = cluster.ask(room, &prompt);
-        cluster.runtime.block_on(async {
-            let mut stream = client(decode).decode(&to_decode).await.unwrap();
-            stream.next().await.unwrap().unwrap()
-        })
+        cluster.runtime.block_on(client(decode).decode(&to_decode)).unwrap_err()
     };
-    let problem = |record| match record {
-        DecodeRecord::Error(problem) => problem,
-        other => panic!("{other:?}"),
-    };
-    refused(problem(ask(&cluster, &cluster.decode, 1)), "key.dtype");
+    refused(ask(&cluster, &cluster.decode, 1), "key.dtype");
     for (i, (more, field)) in cases.into_iter().enumerate() {
         let name = format!("decode-{}", i + 1);
         let other = instance(&cluster.registry, "decode", &[&more[..], &["--instance", &name]].concat());
-        refused(problem(ask(&cluster, &other, 10 + i as u128)), field);
+        refused(ask(&cluster, &other, 10 + i as u128), field);
     }
     // Prefill serves whoever fits.
     let fits = instance(&cluster.registry, "decode", &["--kv-dtype", "bf16", "--instance", "decode-9"]);
@@ -332,10 +330,7 @@ fn an_unknown_prefill_is_named_with_those_that_are_there() {
     let cluster = Cluster::start(&[], &[]);
     let (_, mut to_decode) = cluster.ask(1, &[1, 2]);
     to_decode.prefill = InstanceId("prefill-7".into());
-    let record = cluster.runtime.block_on(async {
-        client(&cluster.decode).decode(&to_decode).await.unwrap().next().await.unwrap().unwrap()
-    });
-    let DecodeRecord::Error(problem) = record else { panic!("{record:?}") };
+    let problem = cluster.runtime.block_on(client(&cluster.decode).decode(&to_decode)).unwrap_err();
     assert_eq!((problem.blame, problem.stage), (Blame::Caller, Stage::Lookup));
     assert!(problem.cause.contains("prefill-7") && problem.cause.contains("prefill-0"), "{problem}");
     wait_until("quiet", || cluster.is_quiet());

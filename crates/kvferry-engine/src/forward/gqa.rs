@@ -22,7 +22,7 @@ impl Rank<'_> {
     ) -> Result<Partial, RankError> {
         let config = self.model.config();
         let (rows, dim, hidden) = (self.batch.rows(), config.head_dim, config.hidden);
-        let rope = self.model.rope();
+        let rope = self.rope;
         let factor = self.model.scale();
 
         let heads = self.share.heads.clone();

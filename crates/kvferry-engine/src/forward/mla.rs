@@ -24,7 +24,7 @@ impl Rank<'_> {
     ) -> Result<Partial, RankError> {
         let shape = self.model.mla().ok_or_else(|| EngineError::Config("the model has no latent".into()))?;
         let (rows, hidden) = (self.batch.rows(), self.model.config().hidden);
-        let rope = self.model.rope();
+        let rope = self.rope;
         let (lora, nope) = (shape.lora, shape.nope);
 
         let heads = self.share.heads.clone();

@@ -20,7 +20,9 @@ use kvferry_plan::{
 pub(crate) use batch::{Outcome, Piece};
 
 use crate::{
-    EngineConfig, EngineError, Model, Rows, pages,
+    EngineConfig, EngineError, Model, Rows,
+    math::RopeTable,
+    pages,
     pool::Pool,
     ranks::Ranks,
     shares::{self, Share, Totals},
@@ -31,6 +33,7 @@ use batch::Batch;
 #[derive(Debug)]
 pub(crate) struct Forward {
     model: Arc<Model>,
+    rope: RopeTable,
     shape: CacheShape,
     placement: Placement,
     pools: Vec<Pool>,
@@ -60,6 +63,9 @@ impl Forward {
                     config.pool_tokens
                 ))
             })?;
+        // No token that is served has a later position: there is no page for it.
+        let longest = config.max_model_len.unwrap_or(u32::MAX).min(model.config().max_position);
+        let longest = u64::from(longest).min(pages::tokens_for(&placement, pages));
         let pools = (0..placement.ranks())
             .map(|rank| Pool::new(&shape, &placement, RankId(rank), pages))
             .collect::<Result<_, _>>()?;
@@ -72,7 +78,8 @@ impl Forward {
                 vocab: model.config().vocab as u32,
             },
         );
-        Ok(Self { model, shape, placement, pools, shares, pages })
+        let rope = model.rope(usize::try_from(longest).unwrap_or(usize::MAX));
+        Ok(Self { model, rope, shape, placement, pools, shares, pages })
     }
 
     pub(crate) fn shape(&self) -> &CacheShape {
@@ -126,7 +133,7 @@ impl Forward {
             let lost = || EngineError::Rank { rank, reason: "it has no pool".into() };
             let pool = self.pools.get(rank.index()).ok_or_else(lost)?;
             let share = self.shares.get(rank.index()).ok_or_else(lost)?;
-            rank::Rank::new(&self.model, pool, share, &batch, member, dcp as usize).run()
+            rank::Rank::new((&self.model, &self.rope), pool, share, &batch, member, dcp as usize).run()
         })?;
         let vocab = self.model.config().vocab;
         let mut logits = results.first().map_or(&[][..], |first| first.logits.as_slice()).chunks_exact(vocab);

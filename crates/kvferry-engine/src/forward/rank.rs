@@ -7,7 +7,7 @@ use kvferry_plan::{LayerId, PageTable};
 use super::{attend::Scratch, batch::Batch};
 use crate::{
     EngineError, Model,
-    math::{Overflow, Partial, add_assign, rms_norm},
+    math::{Overflow, Partial, RopeTable, add_assign, rms_norm},
     model::{AttentionWeights, Layer},
     pool::Pool,
     ranks::{Member, RankError},
@@ -26,6 +26,7 @@ pub(super) struct RankOutcome {
 /// A rank in a step.
 pub(super) struct Rank<'a> {
     pub(super) model: &'a Model,
+    pub(super) rope: &'a RopeTable,
     pub(super) pool: &'a Pool,
     pub(super) share: &'a Share,
     pub(super) batch: &'a Batch<'a>,
@@ -37,7 +38,7 @@ pub(super) struct Rank<'a> {
 
 impl<'a> Rank<'a> {
     pub(super) fn new(
-        model: &'a Model,
+        (model, rope): (&'a Model, &'a RopeTable),
         pool: &'a Pool,
         share: &'a Share,
         batch: &'a Batch<'a>,
@@ -45,7 +46,7 @@ impl<'a> Rank<'a> {
         dcp: usize,
     ) -> Self {
         let scratch = Scratch::new(model.arith());
-        Self { model, pool, share, batch, member, dcp, scratch, bad: Vec::new() }
+        Self { model, rope, pool, share, batch, member, dcp, scratch, bad: Vec::new() }
     }
 
     /// Runs all layers. Every rank holds the whole residual stream `x[rows][hidden]`, in the same bits.

@@ -119,16 +119,11 @@ impl Reference {
         let first =
             tokens.first().map(|t| FirstToken { id: t.id, logprob: t.logprob }).ok_or_else(no_token)?;
         let rows = self.whole.rows(KEY)?.wait()?;
-        decode.reserve(KEY, request.prompt.len() as u64, request.max_tokens)?.wait()?;
-        let answer = (|| {
-            decode.adopt(KEY, &rows)?;
-            let request = Request { hold: None, ..request };
-            let (tokens, first) = collect(decode.decode(KEY, request, first)?, started, on_token)?;
-            let last = started.elapsed();
-            Ok(Answer { tokens, first, last, cache: cache(decode)? })
-        })();
-        decode.release(KEY);
-        answer
+        let lease = decode.reserve(KEY, Request { hold: None, ..request })?.wait()?;
+        decode.adopt(&lease, &rows)?;
+        let (tokens, first) = collect(decode.decode(&lease, first)?, started, on_token)?;
+        let last = started.elapsed();
+        Ok(Answer { tokens, first, last, cache: cache(decode)? })
     }
 }
 

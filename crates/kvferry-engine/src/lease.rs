@@ -1,0 +1,54 @@
+//! Who may free a request's pages: whoever holds its lease, and nobody else.
+
+use kvferry_plan::{PageTable, RoomKey};
+
+use crate::{
+    mailbox::Sender,
+    scheduler::{Command, JobId},
+};
+
+/// The ownership of one request's pages, as [`crate::Engine::prefill`] and [`crate::Engine::reserve`] give it. Dropping
+/// it ends the request, whatever its state, and frees the pages: keep it until no other process reads or writes them
+/// any more.
+///
+/// It names this one request and not its key, so nobody who merely knows the key (a duplicate of the request, say)
+/// can end it.
+#[derive(Debug)]
+pub struct RoomLease {
+    key: RoomKey,
+    id: JobId,
+    table: PageTable,
+    commands: Sender<Command>,
+}
+
+impl RoomLease {
+    pub(crate) fn new(key: RoomKey, id: JobId, table: PageTable, commands: Sender<Command>) -> Self {
+        Self { key, id, table, commands }
+    }
+
+    pub(crate) fn id(&self) -> JobId {
+        self.id
+    }
+
+    /// The room.
+    #[must_use]
+    pub fn key(&self) -> RoomKey {
+        self.key
+    }
+
+    /// The pages, the same on every rank.
+    #[must_use]
+    pub fn table(&self) -> &PageTable {
+        &self.table
+    }
+}
+
+impl Drop for RoomLease {
+    fn drop(&mut self) {
+        // A task that panics has not waited for whoever writes into the pages: they stay taken.
+        if !std::thread::panicking() {
+            // An engine that has stopped holds no pages.
+            let _ = self.commands.send(Command::Return { id: self.id });
+        }
+    }
+}
