@@ -35,7 +35,7 @@ pub(crate) fn notice() -> Duration {
     let load = std::fs::read_to_string("/proc/loadavg").ok();
     let load = load.and_then(|text| text.split(' ').next()?.parse::<f64>().ok()).unwrap_or(0.0);
     let cores = thread::available_parallelism().map_or(1.0, |n| n.get() as f64);
-    Duration::from_millis(2500).mul_f64((load / cores / 4.0).max(1.0))
+    Duration::from_millis(1500).mul_f64((load / cores / 3.0).max(1.0))
 }
 
 /// A registry and the runtime of the clients.
