@@ -21,7 +21,7 @@ mod work;
 
 pub use config::{Limits, NodeConfig};
 pub use error::{NodeError, RoomError};
-pub use kvferry_session::{Cause, CauseKind, FirstToken, Side};
+pub use kvferry_session::{Cause, CauseKind, FirstToken, Prompt, Side};
 pub use kvferry_transport::{Inject, TransportKind};
 pub use ledger::Ledger;
 pub use node::Node;

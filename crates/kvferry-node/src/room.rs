@@ -3,7 +3,7 @@
 use std::{fmt, time::Instant};
 
 use kvferry_plan::{Bytes, Incarnation, InstanceId, PageTable, RoomKey, TokenRange};
-use kvferry_session::{Cause, CauseKind, FirstToken, Side};
+use kvferry_session::{Cause, CauseKind, FirstToken, Prompt, Side};
 use kvferry_transport::TransportKind;
 use serde::{Deserialize, Serialize};
 use tokio::sync::{mpsc, watch};
@@ -30,6 +30,8 @@ pub struct SourceRoom {
     pub table: PageTable,
     /// The tokens that will be computed.
     pub tokens: TokenRange,
+    /// The prompt; a target that was told another one is refused before anything moves. Absent: not compared.
+    pub prompt: Option<Prompt>,
 }
 
 /// A request whose cache this node wants.
@@ -43,6 +45,8 @@ pub struct Receive {
     pub table: PageTable,
     /// The tokens wanted.
     pub tokens: TokenRange,
+    /// The prompt, which must be the source's. Absent: not compared.
+    pub prompt: Option<Prompt>,
     /// The transport to use; the first that both have when absent.
     pub transport: Option<TransportKind>,
 }

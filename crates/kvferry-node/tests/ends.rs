@@ -198,6 +198,7 @@ async fn tables_that_do_not_fit_are_the_callers_fault_and_named() {
                 table: kvferry_plan::PageTable::identity(pages),
                 tokens: TokenRange::new(0, tokens),
                 transport: None,
+                prompt: None,
             })
         };
         // 300 tokens over four DCP ranks need five pages of 16.
@@ -210,6 +211,7 @@ async fn tables_that_do_not_fit_are_the_callers_fault_and_named() {
             key: room(3),
             table: kvferry_plan::PageTable::identity(1),
             tokens: TokenRange::new(0, 20),
+            prompt: None,
         });
         sending.chunk(TokenRange::new(0, 20));
         let error = within(SECOND, sending.outcome()).await.unwrap_err();
@@ -375,6 +377,7 @@ async fn a_silent_peer_is_dead_within_a_second_and_others_are_not_disturbed() {
         table: target.table(100),
         tokens: TokenRange::new(0, 100),
         transport: None,
+        prompt: None,
     });
     let (good_sending, good) = (source.send(room(2), 100), bystander.receive(room(2), 100, &source));
     sending.chunk(TokenRange::new(0, 50));

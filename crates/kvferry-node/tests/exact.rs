@@ -117,6 +117,7 @@ async fn the_transport_that_the_target_prefers_or_asks_for() {
             table: target.table(20),
             tokens: TokenRange::new(0, 20),
             transport: Some(transport),
+            prompt: None,
         })
     };
     let error = soon(ask(2, TransportKind::Mem).outcome()).await.unwrap_err();

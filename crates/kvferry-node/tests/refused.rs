@@ -6,7 +6,9 @@ mod common;
 use std::time::Duration;
 
 use common::*;
-use kvferry_node::{CauseKind, Limits, Node, NodeError, PeerAddr, Receive, RoomError, TransportKind};
+use kvferry_node::{
+    CauseKind, Limits, Node, NodeError, PeerAddr, Prompt, Receive, RoomError, SourceRoom, TransportKind,
+};
 use kvferry_plan::{Blame, CacheShape, Dtype, Incarnation, InstanceId, TokenRange};
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
@@ -72,6 +74,7 @@ async fn another_start_or_another_instance_at_the_address_is_refused() {
             table: target.table(8),
             tokens: TokenRange::new(0, 8),
             transport: None,
+            prompt: None,
         })
     };
     let stale = PeerAddr { incarnation: Incarnation { started_ms: 1, nonce: 2 }, ..source.node.addr() };
@@ -161,7 +164,7 @@ async fn a_peer_that_does_not_read_loses_its_own_rooms_only() {
     let (tokens, transport) = (TokenRange::new(0, 40), "shm".to_owned());
     let lost = source.send(room(1), 40);
     let mut stream = TcpStream::connect(source.node.endpoint()).await.unwrap();
-    for message in [hello, Message::Open(Open { head: head(1), tokens, transport })] {
+    for message in [hello, Message::Open(Open { head: head(1), tokens, transport, prompt: None })] {
         stream.write_all(&encode(&message).unwrap()).await.unwrap();
     }
     lost.chunk(TokenRange::new(0, 16));
@@ -298,6 +301,31 @@ async fn decode_may_come_first_and_waits_for_prefill_but_not_for_ever() {
     compute_and_send(&source, &sending, 20, 20);
     let error = within(Duration::from_secs(2), sending.outcome()).await.unwrap_err();
     assert!(error.to_string().contains("was not opened"), "{error}");
+    quiet(&source).await;
+    quiet(&target).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_request_for_another_prompt_is_refused_on_both_sides() {
+    let (source, target) = (start(&prefill()), start(&decode("decode")));
+    let (ours, theirs) = (Prompt::of(&[1; 40]), Prompt::of(&[2; 40]));
+    for (n, prompt) in [(1, Some(theirs)), (2, Some(ours)), (3, None)] {
+        let (key, tokens) = (room(n), TokenRange::new(0, 40));
+        let table = source.table(40);
+        let sending = source.node.send(SourceRoom { key, table, tokens, prompt: Some(ours) });
+        let (peers, table) = (vec![source.node.addr()], target.table(40));
+        let receiving = target.node.receive(Receive { key, peers, table, tokens, prompt, transport: None });
+        compute_and_send(&source, &sending, 40, 16);
+        let (sent, received) = soon(async { tokio::join!(sending.outcome(), receiving.outcome()) }).await;
+        if n == 1 {
+            for error in [sent.unwrap_err(), received.unwrap_err()] {
+                assert_eq!(error.blame(), Blame::Caller, "{error}");
+                assert!(error.to_string().contains("`prompt`"), "{error}");
+            }
+        } else {
+            assert_eq!(sent.unwrap().bytes, received.unwrap().bytes);
+        }
+    }
     quiet(&source).await;
     quiet(&target).await;
 }

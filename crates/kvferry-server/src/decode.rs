@@ -14,6 +14,7 @@ use kvferry_engine::{Answer, Event, FirstToken, Request, RoomLease};
 use kvferry_node::{PeerAddr, Receipt, Receive};
 use kvferry_plan::{Blame, PageTable, TokenRange};
 use kvferry_registry::Member;
+use kvferry_session::Prompt;
 use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
 
@@ -130,11 +131,12 @@ impl Room {
 
     async fn receive(&self, peers: Vec<PeerAddr>, table: PageTable) -> Result<Receipt, Problem> {
         let tokens = TokenRange::new(0, self.asked.prompt.len() as u64);
-        let room = Receive { key: self.asked.key, peers, table, tokens, transport: None };
+        let prompt = Some(Prompt::of(&self.asked.prompt));
+        let room = Receive { key: self.asked.key, peers, table, tokens, prompt, transport: None };
         let handle = self.shared.node.receive(room);
         tokio::select! {
             outcome = handle.outcome() => {
-                outcome.map_err(|error| Problem::new(error.blame(), Stage::HandOff, error))
+                outcome.map_err(|error| Problem::room(&error))
             }
             problem = self.ended(Stage::HandOff) => {
                 handle.abort(&problem.cause);

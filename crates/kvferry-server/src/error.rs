@@ -7,7 +7,7 @@ use axum::{
     response::{IntoResponse, Response},
 };
 use kvferry_engine::EngineError;
-use kvferry_node::NodeError;
+use kvferry_node::{NodeError, RoomError};
 use kvferry_plan::Blame;
 use kvferry_registry::{BindError, ClientError};
 
@@ -58,6 +58,16 @@ impl Problem {
         let problem = Self::new(error.blame(), stage, error);
         match error {
             EngineError::RoomInUse(_) => Self { status: Some(StatusCode::CONFLICT), ..problem },
+            _ => problem,
+        }
+    }
+
+    /// How a room failed at the node.
+    pub(crate) fn room(error: &RoomError) -> Self {
+        let problem = Self::new(error.blame(), Stage::HandOff, error);
+        match error {
+            // A retry under the same attempt.
+            RoomError::Rejected { .. } => Self { status: Some(StatusCode::CONFLICT), ..problem },
             _ => problem,
         }
     }

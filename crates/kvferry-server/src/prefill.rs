@@ -9,6 +9,7 @@ use axum::{
 use kvferry_engine::{Answer, EngineError, Request, RoomLease};
 use kvferry_node::SourceRoom;
 use kvferry_plan::{Blame, RoomKey, TokenRange};
+use kvferry_session::Prompt;
 use tokio::sync::oneshot;
 
 use crate::{PrefillReply, PrefillRequest, Problem, Stage, instance::Shared};
@@ -23,6 +24,7 @@ pub(crate) async fn handle(
     if !shared.handoff.expect(key) {
         return Err(Problem::engine(Stage::Admission, &EngineError::RoomInUse(key)));
     }
+    let prompt = Prompt::of(&asked.prompt);
     let request = Request { sampling: asked.sampling.into(), ..Request::greedy(asked.prompt, 1) };
     let granted = match shared.engine.prefill(key, request) {
         Ok(granted) => granted,
@@ -33,7 +35,7 @@ pub(crate) async fn handle(
     };
     let (reply, answer) = oneshot::channel();
     // The room outlives a client that goes away: its pages may be read until the other side has let go.
-    let room = Room { shared: Arc::clone(&shared), key, prompt_tokens, started: Instant::now() };
+    let room = Room { shared: Arc::clone(&shared), key, prompt_tokens, prompt, started: Instant::now() };
     shared.tasks.spawn(room.run(granted, reply));
     answer
         .await
@@ -47,6 +49,7 @@ struct Room {
     shared: Arc<Shared>,
     key: RoomKey,
     prompt_tokens: u64,
+    prompt: Prompt,
     started: Instant,
 }
 
@@ -85,7 +88,12 @@ impl Room {
                 return Err(problem);
             }
         };
-        let handle = Arc::new(node.send(SourceRoom { key, table: lease.table().clone(), tokens }));
+        let handle = Arc::new(node.send(SourceRoom {
+            key,
+            table: lease.table().clone(),
+            tokens,
+            prompt: Some(self.prompt),
+        }));
         handoff.attach(key, &handle);
         let outcome = tokio::select! {
             outcome = handle.outcome() => outcome,
@@ -109,7 +117,7 @@ impl Room {
                 seconds: self.started.elapsed().as_secs_f64(),
             }),
             (Err(_), Some(Err(error))) => Err(Problem::engine(Stage::Compute, &error)),
-            (Err(error), _) => Err(Problem::new(error.blame(), Stage::HandOff, error)),
+            (Err(error), _) => Err(Problem::room(&error)),
             (Ok(_), _) => {
                 let cause =
                     "the room was completed without a first token; this is a defect, please report it";

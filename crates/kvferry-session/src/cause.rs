@@ -57,12 +57,14 @@ pub enum CauseKind {
     Unknown,
     /// The process is shutting down, or has too much to do.
     Unavailable,
+    /// The two sides were asked for different things.
+    Mismatch,
     /// A kind that only a later version knows.
     Other,
 }
 
 impl CauseKind {
-    const ALL: [Self; 9] = [
+    const ALL: [Self; 10] = [
         Self::Other,
         Self::Aborted,
         Self::Lost,
@@ -72,6 +74,7 @@ impl CauseKind {
         Self::Protocol,
         Self::Unknown,
         Self::Unavailable,
+        Self::Mismatch,
     ];
 }
 
@@ -127,7 +130,7 @@ impl Cause {
     #[must_use]
     pub fn blame(&self, side: Side) -> Blame {
         match self.kind {
-            CauseKind::Aborted => Blame::Caller,
+            CauseKind::Aborted | CauseKind::Mismatch => Blame::Caller,
             CauseKind::Unavailable => Blame::Environment,
             _ if self.at == side => Blame::Us,
             _ => Blame::PeerMisbehaved,
@@ -146,6 +149,7 @@ impl fmt::Display for Cause {
             CauseKind::Protocol => "protocol broken by",
             CauseKind::Unknown => "room not known at",
             CauseKind::Unavailable => "not available:",
+            CauseKind::Mismatch => "refused, not the request of",
             CauseKind::Other => "failed at",
         };
         write!(f, "{what} {}: {}", self.at, self.text)

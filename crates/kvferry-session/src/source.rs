@@ -11,7 +11,7 @@ use kvferry_plan::{Bytes, Pair, RankId, RoomKey, Token, TokenRange};
 
 use crate::{
     Abort, Action, Cause, CauseKind, Closed, Final, FirstToken, Head, Leg, Limits, Message, Mover, Offer,
-    Open, Outcome, PageRef, Sent, Side, Time, Work, page_span,
+    Open, Outcome, PageRef, Prompt, Sent, Side, Time, Work, page_span,
 };
 
 /// A computed chunk and where each source rank keeps it.
@@ -55,6 +55,7 @@ enum Phase {
 pub struct Source {
     key: RoomKey,
     tokens: TokenRange,
+    prompt: Option<Prompt>,
     /// Those that live here.
     ranks: Vec<RankId>,
     limits: Limits,
@@ -77,6 +78,7 @@ impl Source {
         Self {
             key,
             tokens,
+            prompt: None,
             ranks,
             limits,
             phase: Phase::Running,
@@ -91,6 +93,12 @@ impl Source {
         }
     }
 
+    /// The same room, opened only by a target that was told this prompt, or does not say which.
+    #[must_use]
+    pub fn with_prompt(self, prompt: Option<Prompt>) -> Self {
+        Self { prompt, ..self }
+    }
+
     /// The target opened the room over a transport whose mover is `mover`. A repeat changes nothing.
     pub fn open(&mut self, open: &Open, mover: Mover, pair: Arc<Pair>, now: Time) {
         if !matches!(self.phase, Phase::Running) || self.reader.is_some() {
@@ -103,6 +111,14 @@ impl Source {
         if tokens.is_empty() || tokens.start < self.tokens.start || tokens.end > self.tokens.end {
             let text = format!("wants tokens {tokens} of a room with {}", self.tokens);
             return self.fail(Cause::new(CauseKind::Protocol, Side::Target, text), now);
+        }
+        if let (Some(ours), Some(theirs)) = (self.prompt, open.prompt)
+            && ours != theirs
+        {
+            let text = format!(
+                "field `prompt`: prefill was told {ours}, decode {theirs}; send both the same token ids"
+            );
+            return self.fail(Cause::new(CauseKind::Mismatch, Side::Target, text), now);
         }
         for at in 0..self.chunks.len() {
             self.start(at);

@@ -12,7 +12,7 @@ use kvferry_plan::{Bytes, Generation, Incarnation, Pair, RankId, RoomKey, TokenR
 
 use crate::{
     Abort, Action, Cause, CauseKind, Closed, Done, Head, Leg, Limits, Message, Mover, Offer, Open, Outcome,
-    Received, Settled, Side, Time, Work, intake::Intake, page_span,
+    Prompt, Received, Settled, Side, Time, Work, intake::Intake, page_span,
 };
 
 /// One process of the source instance.
@@ -54,6 +54,8 @@ pub struct TargetRoom {
     pub mover: Mover,
     /// Digests are compared.
     pub digest: bool,
+    /// The prompt whose cache it is, where the caller says it.
+    pub prompt: Option<Prompt>,
 }
 
 impl TargetRoom {
@@ -115,8 +117,11 @@ impl Target {
             (Phase::Granting, Ok(())) => {
                 self.phase = Phase::Live;
                 self.progress = now;
-                let (tokens, transport) = (self.room.tokens, self.room.transport.clone());
-                self.tell(None, |head| Message::Open(Open { head, tokens, transport: transport.clone() }));
+                let (tokens, transport, prompt) =
+                    (self.room.tokens, self.room.transport.clone(), self.room.prompt);
+                self.tell(None, |head| {
+                    Message::Open(Open { head, tokens, transport: transport.clone(), prompt })
+                });
             }
             (Phase::Granting, Err(cause)) => {
                 self.phase = Phase::Finished(Err(cause));

@@ -143,6 +143,43 @@ pub struct Open {
     /// The transport that moves them, one of both sides' [`Hello::transports`].
     #[n(2)]
     pub transport: String,
+    /// The prompt that the target was asked to continue. Without one (from an older version) nothing is compared.
+    #[n(3)]
+    pub prompt: Option<Prompt>,
+}
+
+/// Which prompt a side was told, so that two requests that do not belong together are noticed before anything moves.
+/// It protects from mistakes, not from malice: whoever may write a request may write this too.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Encode, Decode)]
+#[cbor(map)]
+pub struct Prompt {
+    /// Its tokens, all of them.
+    #[n(0)]
+    pub tokens: u64,
+    /// XXH3-64 over the token ids, four little-endian bytes each.
+    #[n(1)]
+    pub digest: u64,
+}
+
+impl Prompt {
+    /// Of these vocabulary ids.
+    ///
+    /// ```
+    /// use kvferry_session::Prompt;
+    /// assert_eq!(Prompt::of(&[1, 2, 3]).tokens, 3);
+    /// assert_ne!(Prompt::of(&[1, 2, 3]), Prompt::of(&[1, 3, 2]));
+    /// ```
+    #[must_use]
+    pub fn of(ids: &[u32]) -> Self {
+        let bytes: Vec<u8> = ids.iter().flat_map(|id| id.to_le_bytes()).collect();
+        Self { tokens: ids.len() as u64, digest: xxhash_rust::xxh3::xxh3_64(&bytes) }
+    }
+}
+
+impl core::fmt::Display for Prompt {
+    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
+        write!(f, "{} tokens with digest {:016x}", self.tokens, self.digest)
+    }
 }
 
 /// A page of the source's pool and the generation that it must still have after it was read.

@@ -9,8 +9,8 @@ use kvferry_plan::{
 };
 use kvferry_session::{
     Abort, Action, Cause, CauseKind, Closed, Deadlines, Done, Final, FirstToken, Head, Leg, Limits, Message,
-    Mover, Offer, Open, PageRef, Settled, Side, Source, SourceProcess, Target, TargetRoom, Time, Tombstones,
-    Work, page_span,
+    Mover, Offer, Open, PageRef, Prompt, Settled, Side, Source, SourceProcess, Target, TargetRoom, Time,
+    Tombstones, Work, page_span,
 };
 use proptest::prelude::*;
 
@@ -53,6 +53,7 @@ fn target(mover: Mover, digest: bool) -> Target {
         transport: "x".into(),
         mover,
         digest,
+        prompt: Some(Prompt::of(&[1; 16])),
     };
     let mut target = Target::new(room, Limits::default(), at(0));
     assert_eq!(target.poll(), Some(Action::Grant));
@@ -346,7 +347,7 @@ fn source(mover: Option<Mover>) -> Source {
 }
 
 fn open(tokens: TokenRange) -> Open {
-    Open { head: head(), tokens, transport: "x".into() }
+    Open { head: head(), tokens, transport: "x".into(), prompt: None }
 }
 
 fn all_pages() -> Vec<Vec<PageRef>> {
@@ -397,6 +398,32 @@ fn a_source_offers_only_what_is_wanted_with_the_pages_of_it() {
     greedy.open(&open(TokenRange::new(0, 17)), Mover::Target, pair(), at(0));
     let list = actions(|| greedy.poll());
     assert!(matches!(&list[0], Action::Send(Message::Abort(a)) if a.cause.at == Side::Target), "{list:?}");
+}
+
+#[test]
+fn a_target_that_was_told_another_prompt_is_refused_before_anything_moves() {
+    let ours = Prompt::of(&[7; 16]);
+    // Other ids, and a longer prompt of which the tokens here are a prefix.
+    for theirs in [Prompt::of(&[8; 16]), Prompt::of(&[7; 17])] {
+        let mut source = source(None).with_prompt(Some(ours));
+        source.chunk(ALL, all_pages(), at(0));
+        source.open(&Open { prompt: Some(theirs), ..open(ALL) }, Mover::Source, pair(), at(1));
+        let list = actions(|| source.poll());
+        let [Action::Send(Message::Abort(abort)), ..] = &list[..] else { panic!("{list:?}") };
+        assert!(!list.iter().any(|a| matches!(a, Action::Send(Message::Offer(_)) | Action::Execute(_))));
+        assert_eq!(abort.cause.kind, CauseKind::Mismatch);
+        assert_eq!(abort.cause.blame(Side::Source), Blame::Caller);
+        assert_eq!(abort.cause.blame(Side::Target), Blame::Caller);
+        let text = abort.cause.to_string();
+        assert!(text.contains("`prompt`") && text.contains(&theirs.to_string()), "{text}");
+    }
+    // The same prompt is served, and so is whoever does not say which it is.
+    for theirs in [Some(ours), None] {
+        let mut source = source(None).with_prompt(Some(ours));
+        source.chunk(ALL, all_pages(), at(0));
+        source.open(&Open { prompt: theirs, ..open(ALL) }, Mover::Source, pair(), at(1));
+        assert_eq!(actions(|| source.poll()).len(), 4);
+    }
 }
 
 #[test]

@@ -614,6 +614,7 @@ impl World {
 
     fn open(&mut self) {
         let room = TargetRoom {
+            prompt: None,
             key: key(),
             generation: self.generation(),
             from: start(self.life(Side::Target), Side::Target),

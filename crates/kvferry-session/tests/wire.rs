@@ -69,7 +69,7 @@ fn samples() -> Vec<(&'static str, Message)> {
             }),
         ),
         ("heartbeat", Message::Heartbeat(Heartbeat { sequence: 300 })),
-        ("open", Message::Open(Open { head: head(), tokens, transport: "shm".into() })),
+        ("open", Message::Open(Open { head: head(), tokens, transport: "shm".into(), prompt: None })),
         ("offer-push", Message::Offer(Offer { head: head(), source: RankId(1), tokens, pages: Vec::new() })),
         (
             "offer-pull",
@@ -269,7 +269,8 @@ fn any_message() -> impl Strategy<Value = Message> {
         (any_head(), tokens.clone(), ".{0,9}").prop_map(|(head, tokens, transport)| Message::Open(Open {
             head,
             tokens,
-            transport
+            transport,
+            prompt: None,
         })),
         (any_head(), any::<u32>(), tokens.clone(), pages).prop_map(|(head, source, tokens, pages)| {
             Message::Offer(Offer { head, source: RankId(source), tokens, pages })

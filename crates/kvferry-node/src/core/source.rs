@@ -141,7 +141,7 @@ impl SourceEntry {
 
 impl Core {
     pub(super) fn send(&mut self, room: SourceRoom, serial: u64, slot: Slot<SourceReceipt>) {
-        let SourceRoom { key, table, tokens } = room;
+        let SourceRoom { key, table, tokens, prompt } = room;
         let reject = |reason: &str| RoomError::Rejected { key, reason: reason.into() };
         let refused = if self.draining {
             Some(RoomError::ShutDown)
@@ -160,12 +160,13 @@ impl Core {
         }
         let limits = self.shared.limits.rooms;
         let ranks = self.shared.hosted.to_vec();
+        let room = Source::new(key, tokens, ranks, limits, self.now()).with_prompt(prompt);
         let entry = SourceEntry {
             armed: None,
             key,
             serial,
             table: Arc::new(table),
-            readers: vec![Reader { room: Source::new(key, tokens, ranks, limits, self.now()), opened: None }],
+            readers: vec![Reader { room, opened: None }],
             failed: false,
             slot,
         };

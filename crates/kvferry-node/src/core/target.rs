@@ -183,6 +183,7 @@ impl Core {
                         transport: started.transport.name().into(),
                         mover: started.mover(),
                         digest: first.digest,
+                        prompt: entry.asked.prompt,
                     };
                     Stage::Open(Box::new(Target::new(room, limits, now)), started.kind)
                 }

@@ -174,7 +174,12 @@ impl Instance {
     }
 
     pub fn send(&self, key: RoomKey, tokens: u64) -> SourceHandle {
-        self.node.send(SourceRoom { key, table: self.table(tokens), tokens: TokenRange::new(0, tokens) })
+        self.node.send(SourceRoom {
+            key,
+            table: self.table(tokens),
+            tokens: TokenRange::new(0, tokens),
+            prompt: None,
+        })
     }
 
     pub fn receive(&self, key: RoomKey, tokens: u64, from: &Instance) -> ReceiveHandle {
@@ -188,6 +193,7 @@ impl Instance {
             table: self.table(tokens),
             tokens: TokenRange::new(0, tokens),
             transport: None,
+            prompt: None,
         })
     }
 }
