@@ -119,12 +119,13 @@ impl Spot {
         Ok(changed)
     }
 
-    /// Inverts a high exponent bit of the last element of the first row.
+    /// Inverts the sign of the last element of the first row: a change of value that leaves no model's range, so that
+    /// with digests off it gets as far as the comparison.
     fn flip(&self) -> Result<bool, ArenaError> {
         let Some(at) = self.rows.first() else { return Ok(false) };
         let mut bytes = self.read(*at)?;
         let Some(last) = bytes.last_mut() else { return Ok(false) };
-        *last ^= 0x40;
+        *last ^= 0x80;
         self.arena.write(*at, &bytes)?;
         Ok(true)
     }
