@@ -25,8 +25,8 @@ pub(super) struct CacheDiff {
     pub(super) first_far: Option<String>,
 }
 
-/// How far apart cached f32 numbers may lie when only the order of sums differs, relative to 1 + their size: ten
-/// times the most that was seen.
+/// How far apart cached f32 numbers may lie when only the order of sums differs, relative to 1 + their size. A guard
+/// against gross faults: bits are compared in canonical arithmetic only.
 const CLOSE: f32 = 1e-3;
 
 impl CacheDiff {
