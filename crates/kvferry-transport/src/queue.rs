@@ -119,6 +119,9 @@ impl Queue {
             while let Some(next) = theirs.next() {
                 let paced = pace.wait(&next.job, &theirs.stop);
                 let outcome = paced.and_then(|()| run(&next.job, &theirs.stop));
+                // Closing hangs up: what a job meets then is our own doing and not the peer's.
+                let closed = || theirs.stop.closed.load(Ordering::Acquire);
+                let outcome = outcome.map_err(|error| if closed() { TransportError::Closed } else { error });
                 theirs.finished();
                 drop(next.gauge);
                 (next.done)(outcome);
