@@ -364,6 +364,8 @@ fn a_reservation_is_checked_whole_and_continued_once() {
 fn a_duplicate_of_a_live_room_cannot_free_its_pages() {
     let engine = engine("tp=1");
     let lease = engine.reserve(key(1), full(10, 90)).unwrap().wait().unwrap();
+    // Counts follow the answer by a moment.
+    wait_for(&engine, |s| s.reserved == 1);
     let held = engine.stats().pages_held;
     assert!(held > 0);
     // A duplicate is refused, and neither its end nor the key alone does anything to the owner's pages.
