@@ -2,15 +2,17 @@
 
 use kvferry_plan::{RoomKey, TokenRange};
 
-use crate::EngineError;
+use crate::{Alternative, EngineError};
 
 /// The token that prefill sampled after the last prompt token: decode starts from it.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct FirstToken {
     /// Vocabulary id.
     pub id: u32,
     /// Natural logarithm of its probability, before temperature.
     pub logprob: f32,
+    /// The most probable tokens, if they were asked for and are known here.
+    pub top: Vec<Alternative>,
 }
 
 /// Receives the progress of every [`crate::Engine::prefill`].

@@ -45,6 +45,7 @@ pub(crate) struct Job {
     pub(crate) max_tokens: u32,
     pub(crate) sampling: Sampling,
     pub(crate) ignore_eos: bool,
+    pub(crate) top_logprobs: u32,
     pub(crate) lease: Option<Lease>,
     /// Positions whose cache is complete: the next one to compute.
     pub(crate) filled: u64,
@@ -69,6 +70,7 @@ impl Job {
             max_tokens: request.max_tokens,
             sampling: request.sampling,
             ignore_eos: request.ignore_eos,
+            top_logprobs: request.top_logprobs,
             lease: None,
             filled: 0,
             prompt_computed: 0,
@@ -114,7 +116,7 @@ impl Job {
     pub(crate) fn push(&mut self, token: FirstToken, eos: &[u32]) -> Option<StopReason> {
         self.generated += 1;
         self.last = token.id;
-        self.tell(Event::Token { id: token.id, logprob: token.logprob });
+        self.tell(Event::Token { id: token.id, logprob: token.logprob, top: token.top });
         if !self.ignore_eos && eos.contains(&token.id) {
             Some(StopReason::Eos)
         } else if self.generated >= self.max_tokens {

@@ -59,5 +59,5 @@ pub use error::EngineError;
 pub use handoff::{FirstToken, HandOff, NoHandOff};
 pub use lease::RoomLease;
 pub use model::{Attention, LoadOptions, Model};
-pub use request::{Answer, Event, Events, Request, Sampling, StopReason};
+pub use request::{Alternative, Answer, Event, Events, Request, Sampling, StopReason};
 pub use rows::{Coordinate, PartRows, RankRows, Rows};

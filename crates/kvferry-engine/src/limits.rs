@@ -128,6 +128,13 @@ impl Limits {
                 sampling.top_p
             )));
         }
+        if request.top_logprobs > Request::TOP_LOGPROBS {
+            return Err(EngineError::Request(format!(
+                "top_logprobs {}: at most {} are told",
+                request.top_logprobs,
+                Request::TOP_LOGPROBS
+            )));
+        }
         self.vocabulary(&request.prompt)
     }
 }

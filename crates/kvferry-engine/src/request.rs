@@ -40,11 +40,17 @@ pub struct Request {
     pub sampling: Sampling,
     /// Continue past the model's end-of-sequence ids.
     pub ignore_eos: bool,
+    /// How many of the most probable tokens are told with each generated one, at most
+    /// [`Request::TOP_LOGPROBS`].
+    pub top_logprobs: u32,
     /// Keep the pages of a finished [`crate::Engine::generate`] under this key until it is released.
     pub hold: Option<RoomKey>,
 }
 
 impl Request {
+    /// Most alternatives that are told with a token.
+    pub const TOP_LOGPROBS: u32 = 20;
+
     /// A greedy request that stops at the model's end-of-sequence ids.
     ///
     /// ```
@@ -53,8 +59,24 @@ impl Request {
     /// ```
     #[must_use]
     pub fn greedy(prompt: Vec<u32>, max_tokens: u32) -> Self {
-        Self { prompt, max_tokens, sampling: Sampling::GREEDY, ignore_eos: false, hold: None }
+        Self {
+            prompt,
+            max_tokens,
+            sampling: Sampling::GREEDY,
+            ignore_eos: false,
+            top_logprobs: 0,
+            hold: None,
+        }
     }
+}
+
+/// A token that could have been chosen.
+#[derive(Clone, Copy, Debug, PartialEq, serde::Serialize, serde::Deserialize)]
+pub struct Alternative {
+    /// Vocabulary id.
+    pub id: u32,
+    /// Natural logarithm of its probability over the full softmax, before temperature.
+    pub logprob: f32,
 }
 
 /// Why a request ended well.
@@ -77,6 +99,9 @@ pub enum Event {
         id: u32,
         /// Natural logarithm of its probability over the full softmax, before temperature.
         logprob: f32,
+        /// The most probable tokens, as many as were asked for, most probable first; none with a first token that
+        /// came from elsewhere.
+        top: Vec<Alternative>,
     },
     /// The last event of a request that ended well.
     Done {

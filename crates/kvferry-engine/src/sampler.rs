@@ -2,7 +2,7 @@
 //! what else is in the batch.
 
 use crate::{
-    EngineError, Sampling,
+    Alternative, EngineError, Sampling,
     math::{argmax, log_softmax_at, softmax},
 };
 
@@ -27,6 +27,24 @@ pub(crate) fn sample(logits: &[f32], sampling: &Sampling, index: u64) -> Result<
             Some(Choice { id: u32::try_from(id).ok()?, logprob })
         })
         .ok_or(EngineError::Range { what: "the logits" })
+}
+
+/// The `count` most probable tokens, most probable first, the lowest id among equals.
+pub(crate) fn most_probable(logits: &[f32], count: usize) -> Vec<Alternative> {
+    let count = count.min(logits.len());
+    if count == 0 {
+        return Vec::new();
+    }
+    let mut ids: Vec<usize> = (0..logits.len()).collect();
+    let order = |a: &usize, b: &usize| logits[*b].total_cmp(&logits[*a]).then(a.cmp(b));
+    ids.select_nth_unstable_by(count - 1, order);
+    ids.truncate(count);
+    ids.sort_unstable_by(order);
+    ids.into_iter()
+        .filter_map(|id| {
+            Some(Alternative { id: u32::try_from(id).ok()?, logprob: log_softmax_at(logits, id)? })
+        })
+        .collect()
 }
 
 /// The first token, most probable first (lowest id among equals), at which the cumulated probability passes a
@@ -89,6 +107,16 @@ mod tests {
         assert_eq!(choice.id, 1);
         let naive = 3.0_f64.exp() / (1.0_f64.exp() + 2.0 * 3.0_f64.exp() + (-2.0_f64).exp());
         assert!((f64::from(choice.logprob) - naive.ln()).abs() < 1e-6);
+    }
+
+    #[test]
+    fn alternatives_come_in_order_with_the_shares_that_sampling_reports() {
+        let logits = [1.0, 3.0, 3.0, -2.0];
+        let top = most_probable(&logits, 3);
+        assert_eq!(top.iter().map(|a| a.id).collect::<Vec<_>>(), [1, 2, 0]);
+        assert_eq!(top[0].logprob, sample(&logits, &Sampling::GREEDY, 0).unwrap().logprob);
+        assert_eq!(most_probable(&logits, 9).len(), 4);
+        assert!(most_probable(&logits, 0).is_empty());
     }
 
     #[test]

@@ -14,7 +14,7 @@ use crate::{
     job::{Job, Kind, State},
     mailbox::{Receiver, Sender},
     pages::{Pages, pages_for},
-    sampler::sample,
+    sampler::{most_probable, sample},
 };
 
 /// An answer that is awaited as [`crate::Answer`].
@@ -300,7 +300,11 @@ impl Scheduler {
         }
         let Some(logits) = &outcome.logits else { return };
         let token = match sample(logits, &job.sampling, u64::from(job.generated)) {
-            Ok(choice) => FirstToken { id: choice.id, logprob: choice.logprob },
+            Ok(choice) => FirstToken {
+                id: choice.id,
+                logprob: choice.logprob,
+                top: most_probable(logits, job.top_logprobs as usize),
+            },
             Err(error) => {
                 self.fail(id, &error);
                 return;

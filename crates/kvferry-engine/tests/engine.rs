@@ -50,7 +50,7 @@ fn outcome(events: impl Iterator<Item = Event>) -> (Vec<(u32, u32)>, Event) {
     let mut tokens = Vec::new();
     for event in events {
         match event {
-            Event::Token { id, logprob } => tokens.push((id, logprob.to_bits())),
+            Event::Token { id, logprob, .. } => tokens.push((id, logprob.to_bits())),
             last => return (tokens, last),
         }
     }
@@ -340,7 +340,7 @@ fn a_request_is_aborted_in_any_state_and_twice() {
     all_free(&engine);
     // Decoding when the reader leaves: the pages wait for whoever may still be writing them.
     let reserved = engine.reserve(key(4), full(10, 90)).unwrap().wait().unwrap();
-    drop(engine.decode(&reserved, FirstToken { id: 1, logprob: -1.0 }).unwrap());
+    drop(engine.decode(&reserved, FirstToken { id: 1, logprob: -1.0, top: Vec::new() }).unwrap());
     wait_for(&engine, |s| s.finished == 1);
     drop(reserved);
     all_free(&engine);
@@ -349,7 +349,7 @@ fn a_request_is_aborted_in_any_state_and_twice() {
 #[test]
 fn a_reservation_is_checked_whole_and_continued_once() {
     let engine = engine("tp=1");
-    let first = FirstToken { id: 1, logprob: -1.0 };
+    let first = FirstToken { id: 1, logprob: -1.0, top: Vec::new() };
     let hot = Request { sampling: Sampling { temperature: -1.0, ..Sampling::GREEDY }, ..full(10, 4) };
     assert!(engine.reserve(key(1), hot).unwrap_err().to_string().contains("temperature -1"));
     let error = engine.reserve(key(1), Request::greedy(vec![1, 512], 4)).unwrap_err();
@@ -375,7 +375,7 @@ fn a_duplicate_of_a_live_room_cannot_free_its_pages() {
     engine.release(key(1));
     engine.rows(key(1)).unwrap().wait().unwrap();
     assert_eq!(engine.stats().pages_held, held);
-    let first = FirstToken { id: 1, logprob: -1.0 };
+    let first = FirstToken { id: 1, logprob: -1.0, top: Vec::new() };
     let (tokens, last) = outcome(engine.decode(&lease, first).unwrap());
     assert!(tokens.len() == 90 && matches!(last, Event::Done { .. }), "{last:?}");
     engine.release(key(1));

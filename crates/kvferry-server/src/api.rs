@@ -4,7 +4,7 @@
 use std::fmt;
 
 use axum::http::StatusCode;
-use kvferry_engine::{FirstToken, Sampling, StopReason};
+use kvferry_engine::{Alternative, FirstToken, Sampling, StopReason};
 use kvferry_plan::{Blame, Bytes, InstanceId, RoomKey};
 use serde::{Deserialize, Serialize};
 
@@ -34,17 +34,21 @@ impl From<SamplingSpec> for Sampling {
 }
 
 /// A token that was chosen.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Chosen {
     /// Vocabulary id.
     pub id: u32,
     /// Natural logarithm of its probability.
     pub logprob: f32,
+    /// The most probable tokens, most probable first, if they were asked for. The first token of a decode stream has
+    /// none: its alternatives are in the [`PrefillReply`].
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub top: Vec<Alternative>,
 }
 
 impl From<FirstToken> for Chosen {
     fn from(first: FirstToken) -> Self {
-        Self { id: first.id, logprob: first.logprob }
+        Self { id: first.id, logprob: first.logprob, top: first.top }
     }
 }
 
@@ -59,6 +63,9 @@ pub struct PrefillRequest {
     /// Of the first token.
     #[serde(default)]
     pub sampling: SamplingSpec,
+    /// How many of the most probable tokens are told with the first one.
+    #[serde(default)]
+    pub top_logprobs: u32,
 }
 
 /// A room that was handed over whole.
@@ -66,8 +73,11 @@ pub struct PrefillRequest {
 pub struct PrefillReply {
     /// The token after the prompt.
     pub first: Chosen,
-    /// Tokens of the prompt, all computed here.
+    /// Tokens of the prompt.
     pub prompt_tokens: u64,
+    /// How many of them were not computed because their cache was here already.
+    #[serde(default)]
+    pub prompt_tokens_cached: u64,
     /// From the end of the computation until decode had everything: the part of the hand-off that computing did
     /// not hide.
     pub exposed_seconds: f64,
@@ -90,6 +100,9 @@ pub struct DecodeRequest {
     /// How tokens are chosen.
     #[serde(default)]
     pub sampling: SamplingSpec,
+    /// How many of the most probable tokens are told with each one.
+    #[serde(default)]
+    pub top_logprobs: u32,
     /// Continue past the model's end-of-sequence ids.
     #[serde(default)]
     pub ignore_eos: bool,
@@ -119,6 +132,9 @@ pub struct DecodeDone {
     pub prompt_tokens: u64,
     /// How many of them went through the model *here*, counted by the engine.
     pub prompt_tokens_computed: u64,
+    /// How many of them were not moved because their cache was here already.
+    #[serde(default)]
+    pub prompt_tokens_cached: u64,
     /// The hand-off.
     pub transfer: Transfer,
 }
@@ -207,7 +223,7 @@ mod tests {
         for bits in (0..u32::MAX).step_by(9_999_991) {
             let logprob = f32::from_bits(bits);
             if logprob.is_finite() {
-                let text = serde_json::to_string(&Chosen { id: 1, logprob }).unwrap();
+                let text = serde_json::to_string(&Chosen { id: 1, logprob, top: Vec::new() }).unwrap();
                 let back: Chosen = serde_json::from_str(&text).unwrap();
                 assert_eq!(back.logprob.to_bits(), bits, "{text}");
             }

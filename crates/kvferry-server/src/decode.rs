@@ -36,6 +36,7 @@ pub(crate) async fn handle(
         max_tokens: asked.max_tokens,
         sampling: asked.sampling.into(),
         ignore_eos: asked.ignore_eos,
+        top_logprobs: asked.top_logprobs,
         hold: None,
     };
     // What makes no sense or can never fit is refused before the other side is even looked for.
@@ -149,7 +150,7 @@ impl Room {
 
     async fn generate(&self, lease: &RoomLease, receipt: &Receipt) -> Result<DecodeDone, Problem> {
         let asked = &self.asked;
-        let first = FirstToken { id: receipt.first.token, logprob: receipt.first.logprob };
+        let first = FirstToken { id: receipt.first.token, logprob: receipt.first.logprob, top: Vec::new() };
         let mut events = self
             .shared
             .engine
@@ -161,14 +162,15 @@ impl Room {
                 problem = self.ended(Stage::Compute) => return Err(problem),
             };
             match event {
-                Some(Event::Token { id, logprob }) => {
-                    self.say(DecodeRecord::Token(Chosen { id, logprob })).await;
+                Some(Event::Token { id, logprob, top }) => {
+                    self.say(DecodeRecord::Token(Chosen { id, logprob, top })).await;
                 }
                 Some(Event::Done { reason, prompt_tokens_computed }) => {
                     return Ok(DecodeDone {
                         reason: api::reason(reason).into(),
                         prompt_tokens: asked.prompt.len() as u64,
                         prompt_tokens_computed,
+                        prompt_tokens_cached: 0,
                         transfer: Transfer {
                             transport: receipt.transport.to_string(),
                             bytes: receipt.bytes,
@@ -204,7 +206,7 @@ mod tests {
     #[test]
     fn a_client_that_never_reads_does_not_keep_a_process_that_stops() {
         let (lines, mut records) = mpsc::channel(1);
-        let token = |id| DecodeRecord::Token(Chosen { id, logprob: -1.0 });
+        let token = |id| DecodeRecord::Token(Chosen { id, logprob: -1.0, top: Vec::new() });
         let stop = CancellationToken::new();
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
         runtime.block_on(async {

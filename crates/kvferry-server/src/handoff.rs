@@ -31,7 +31,7 @@ impl Room {
         match &said {
             Said::Chunk(_) => {}
             Said::Failed(error) => self.failure = Some(error.clone()),
-            Said::Finished(first) => self.first = Some(*first),
+            Said::Finished(first) => self.first = Some(first.clone()),
         }
         match &self.handle {
             Some(handle) => pass(handle, said),

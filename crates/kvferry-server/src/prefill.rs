@@ -25,7 +25,11 @@ pub(crate) async fn handle(
         return Err(Problem::engine(Stage::Admission, &EngineError::RoomInUse(key)));
     }
     let prompt = Prompt::of(&asked.prompt);
-    let request = Request { sampling: asked.sampling.into(), ..Request::greedy(asked.prompt, 1) };
+    let request = Request {
+        sampling: asked.sampling.into(),
+        top_logprobs: asked.top_logprobs,
+        ..Request::greedy(asked.prompt, 1)
+    };
     let granted = match shared.engine.prefill(key, request) {
         Ok(granted) => granted,
         Err(error) => {
@@ -113,6 +117,7 @@ impl Room {
             (Ok(receipt), Some(Ok(first))) => Ok(PrefillReply {
                 first: first.into(),
                 prompt_tokens: self.prompt_tokens,
+                prompt_tokens_cached: 0,
                 exposed_seconds: receipt.exposed_seconds,
                 seconds: self.started.elapsed().as_secs_f64(),
             }),

@@ -65,9 +65,10 @@ impl Cluster {
             max_tokens: 4,
             sampling: SamplingSpec::default(),
             ignore_eos: true,
+            top_logprobs: 0,
             hold: false,
         };
-        (PrefillRequest { key, prompt, sampling: SamplingSpec::default() }, decode)
+        (PrefillRequest { key, prompt, sampling: SamplingSpec::default(), top_logprobs: 0 }, decode)
     }
 
     /// One request across both: the ids and the end.

@@ -45,13 +45,19 @@ pub(super) async fn run(
     on_token: impl FnMut(u32),
 ) -> Result<Run, Problem> {
     let key = RoomKey { room: mint()?, attempt: Attempt(0) };
-    let to_prefill = PrefillRequest { key, prompt: prompt.ids.clone(), sampling: SamplingSpec::default() };
+    let to_prefill = PrefillRequest {
+        key,
+        prompt: prompt.ids.clone(),
+        sampling: SamplingSpec::default(),
+        top_logprobs: 0,
+    };
     let to_decode = DecodeRequest {
         key,
         prefill: cluster.prefill.group.instance.clone(),
         prompt: prompt.ids.clone(),
         max_tokens: args.max_tokens,
         sampling: SamplingSpec::default(),
+        top_logprobs: 0,
         ignore_eos: args.ignore_eos,
         hold: true,
     };

@@ -116,8 +116,10 @@ impl Reference {
         let started = Instant::now();
         let prompt_only = Request { max_tokens: 1, ..request.clone() };
         let (tokens, _) = collect(self.whole.generate(prompt_only)?, started, |_| ())?;
-        let first =
-            tokens.first().map(|t| FirstToken { id: t.id, logprob: t.logprob }).ok_or_else(no_token)?;
+        let first = tokens
+            .first()
+            .map(|t| FirstToken { id: t.id, logprob: t.logprob, top: Vec::new() })
+            .ok_or_else(no_token)?;
         let rows = self.whole.rows(KEY)?.wait()?;
         let lease = decode.reserve(KEY, Request { hold: None, ..request })?.wait()?;
         decode.adopt(&lease, &rows)?;
@@ -135,10 +137,10 @@ fn collect(
     let (mut tokens, mut first) = (Vec::new(), None);
     while let Some(event) = events.recv() {
         match event {
-            Event::Token { id, logprob } => {
+            Event::Token { id, logprob, top } => {
                 first.get_or_insert_with(|| started.elapsed());
                 on_token(id);
-                tokens.push(Chosen { id, logprob });
+                tokens.push(Chosen { id, logprob, top });
             }
             Event::Done { .. } => return first.map(|first| (tokens, first)).ok_or_else(no_token),
             Event::Failed(error) => return Err(Failure::from(error).within("the reference run")),

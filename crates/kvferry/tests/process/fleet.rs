@@ -213,7 +213,12 @@ impl Ask {
     }
 
     pub(crate) fn to_prefill(&self) -> PrefillRequest {
-        PrefillRequest { key: self.key(), prompt: self.prompt.clone(), sampling: SamplingSpec::default() }
+        PrefillRequest {
+            key: self.key(),
+            prompt: self.prompt.clone(),
+            sampling: SamplingSpec::default(),
+            top_logprobs: 0,
+        }
     }
 
     pub(crate) fn to_decode(&self, prefill: &Peer) -> DecodeRequest {
@@ -224,6 +229,7 @@ impl Ask {
             max_tokens: self.max_tokens,
             sampling: SamplingSpec::default(),
             ignore_eos: true,
+            top_logprobs: 0,
             hold: false,
         }
     }
@@ -330,7 +336,7 @@ impl Alone {
             let mut events = self.engine.generate(request).unwrap();
             let mut tokens = Tokens::new();
             while let Some(event) = events.recv() {
-                if let Event::Token { id, logprob } = event {
+                if let Event::Token { id, logprob, .. } = event {
                     tokens.push((id, logprob.to_bits()));
                 }
             }
