@@ -355,8 +355,8 @@ fn a_reservation_is_checked_whole_and_continued_once() {
     let error = engine.reserve(key(1), Request::greedy(vec![1, 512], 4)).unwrap_err();
     assert!(error.to_string().contains("token 512 is not in the vocabulary"), "{error}");
     let lease = engine.reserve(key(1), full(10, 4)).unwrap().wait().unwrap();
-    assert_eq!(outcome(engine.decode(&lease, first).unwrap()).0.len(), 4);
-    let (tokens, last) = outcome(engine.decode(&lease, first).unwrap());
+    assert_eq!(outcome(engine.decode(&lease, first.clone()).unwrap()).0.len(), 4);
+    let (tokens, last) = outcome(engine.decode(&lease, first.clone()).unwrap());
     assert!(tokens.is_empty() && matches!(last, Event::Failed(EngineError::RoomState { .. })), "{last:?}");
 }
 
@@ -376,7 +376,7 @@ fn a_duplicate_of_a_live_room_cannot_free_its_pages() {
     engine.rows(key(1)).unwrap().wait().unwrap();
     assert_eq!(engine.stats().pages_held, held);
     let first = FirstToken { id: 1, logprob: -1.0, top: Vec::new() };
-    let (tokens, last) = outcome(engine.decode(&lease, first).unwrap());
+    let (tokens, last) = outcome(engine.decode(&lease, first.clone()).unwrap());
     assert!(tokens.len() == 90 && matches!(last, Event::Done { .. }), "{last:?}");
     engine.release(key(1));
     engine.rows(key(1)).unwrap().wait().unwrap();
