@@ -1,6 +1,6 @@
 //! Speed of the kernels at the shapes of a small model, on one thread, next to the `gemm` crate.
 //!
-//! `cargo run --release -p kvferry-engine --example kernels`
+//! `cargo run --release --manifest-path proofs/kernels/Cargo.toml`
 #![allow(clippy::print_stdout, reason = "a benchmark prints")]
 
 use std::time::Instant;
