@@ -157,6 +157,14 @@ impl Engine {
         Ok(events)
     }
 
+    /// Checks whether a prompt and at least one token after it could ever be served here, without beginning anything.
+    ///
+    /// # Errors
+    /// [`EngineError::NeverFits`]; [`EngineError::Request`] when either number is 0.
+    pub fn check(&self, prompt_tokens: u64, max_tokens: u32) -> Result<(), EngineError> {
+        self.limits.reservation(prompt_tokens, max_tokens).map(drop)
+    }
+
     /// Ends a request that [`Engine::generate`] was told to hold, and frees its pages. Does nothing to what a
     /// [`RoomLease`] owns, nor when there is nothing.
     pub fn release(&self, key: RoomKey) {

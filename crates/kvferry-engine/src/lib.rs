@@ -53,6 +53,7 @@ mod sampler;
 mod scheduler;
 mod shares;
 pub mod tokenizer;
+mod voice;
 
 pub use engine::{Engine, EngineConfig, EngineStats};
 pub use error::EngineError;
@@ -61,3 +62,4 @@ pub use lease::RoomLease;
 pub use model::{Attention, LoadOptions, Model};
 pub use request::{Alternative, Answer, Event, Events, Request, Sampling, StopReason};
 pub use rows::{Coordinate, PartRows, RankRows, Rows};
+pub use voice::Voice;

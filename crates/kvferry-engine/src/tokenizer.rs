@@ -227,6 +227,31 @@ impl Tokenizer {
         }
     }
 
+    /// What one token stands for, as bytes: it may be a part of a character. Special tokens stand for how they are
+    /// written. `None` for an id that is no token, or whose bytes depend on its neighbours.
+    ///
+    /// ```
+    /// use kvferry_engine::tokenizer::Tokenizer;
+    /// assert_eq!(Tokenizer::latin1().token_bytes(233).unwrap(), "é".as_bytes());
+    /// assert_eq!(Tokenizer::latin1().token_bytes(256), None);
+    /// ```
+    #[must_use]
+    pub fn token_bytes(&self, id: u32) -> Option<Vec<u8>> {
+        let model = match &self.0 {
+            Kind::Latin1 => return u8::try_from(id).ok().map(|byte| char::from(byte).to_string().into()),
+            Kind::Model(model) => model,
+        };
+        let token = model.id_to_token(id)?;
+        if model.get_added_vocabulary().get_vocab().contains_key(&token) {
+            return Some(token.into());
+        }
+        if matches!(model.get_decoder(), Some(DecoderWrapper::ByteLevel(_))) {
+            return token.chars().map(byte_of).collect();
+        }
+        let text = model.decode(&[id], false).ok()?;
+        (!text.contains(char::REPLACEMENT_CHARACTER)).then(|| text.into())
+    }
+
     /// Whether [`Self::decode`] does not leave the token out.
     fn shows(&self, id: u32) -> bool {
         match &self.0 {
@@ -292,6 +317,19 @@ impl Detokenizer {
         (self.window, self.shown) = (Vec::new(), 0);
         rest
     }
+}
+
+/// The byte that a character of the byte-level alphabet stands for: printable bytes stand for themselves, the others
+/// follow from U+0100 on.
+fn byte_of(character: char) -> Option<u8> {
+    let byte = match u32::from(character) {
+        code @ (0x21..=0x7e | 0xa1..=0xac | 0xae..=0xff) => code,
+        code @ 0x100..=0x120 => code - 0x100,
+        code @ 0x121..=0x142 => code - 0x121 + 0x7f,
+        0x143 => 0xad,
+        _ => return None,
+    };
+    u8::try_from(byte).ok()
 }
 
 /// The length of a text without a replacement character at its end: it may stand for the beginning of a

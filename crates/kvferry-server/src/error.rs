@@ -72,7 +72,7 @@ impl Problem {
         }
     }
 
-    fn status(&self) -> StatusCode {
+    pub(crate) fn status(&self) -> StatusCode {
         if let Some(status) = self.status {
             return status;
         }

@@ -242,7 +242,7 @@ impl Instance {
 
 /// Sends what is written at once: an answer is many small lines, and the operating system would hold them back until
 /// the client acknowledges earlier ones.
-fn prompt(listener: TcpListener) -> impl Listener<Addr = SocketAddr> {
+pub(crate) fn prompt(listener: TcpListener) -> impl Listener<Addr = SocketAddr> {
     listener.tap_io(|stream| {
         if let Err(error) = stream.set_nodelay(true) {
             tracing::debug!(%error, "TCP_NODELAY");

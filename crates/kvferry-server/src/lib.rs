@@ -9,8 +9,10 @@
 //! | `DELETE /debug/kv/{room}?attempt=A` | prefill, decode | 204; releases a room that was held for such reading |
 //! | `POST /internal/prefill` | prefill | [`PrefillRequest`] to [`PrefillReply`], when the room has ended |
 //! | `POST /internal/decode` | decode | [`DecodeRequest`] to a stream of [`DecodeRecord`], one JSON object a line |
+//! | `GET /v1/models`, `POST /v1/completions`, `POST /v1/chat/completions` | mono | as OpenAI has them; `docs/api.md` |
 //!
-//! A client that goes away ends its room, on both sides. Every refusal and failure is a [`Problem`]. The crate is
+//! A client that goes away ends its room, on both sides. Every refusal and failure is a [`Problem`]; `/v1` tells it in
+//! OpenAI's shape. The crate is
 //! *not* for computing (`kvferry-engine`) nor for moving bytes (`kvferry-node`); it introduces them to each other
 //! ([`NodeHandOff`]).
 
@@ -18,12 +20,15 @@
 
 mod admin;
 mod api;
+mod backend;
 mod client;
 mod decode;
 mod dump;
 mod error;
 mod handoff;
 mod instance;
+mod mono;
+mod openai;
 mod prefill;
 mod process;
 mod registry;
@@ -38,4 +43,5 @@ pub use dump::{DumpError, DumpPart, KvDump};
 pub use error::ServerError;
 pub use handoff::NodeHandOff;
 pub use instance::{Instance, InstanceConfig};
+pub use mono::{Mono, MonoConfig};
 pub use registry::serve_registry;

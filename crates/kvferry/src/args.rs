@@ -38,7 +38,7 @@ pub(crate) enum Command {
     /// Needs no model and no peer, and plans also what the engine cannot run yet. Exit status: 0 when supported, 1 when
     /// not (the axis and the reason are named), 2 when the request makes no sense.
     Plan(Box<PlanArgs>),
-    /// Run one process of a cluster: a registry, a prefill or a decode instance
+    /// Run one process: a registry, a prefill or decode instance, or a whole model behind an API
     ///
     /// Prints one line of JSON when it is ready, with the URL of its HTTP port (/health, /debug/ledger). Drains and
     /// exits on SIGTERM or SIGINT. KVFERRY_LOG sets what is logged, for example to `info` or `kvferry_node=debug`.
@@ -247,6 +247,8 @@ pub(crate) enum RoleArg {
     Prefill,
     /// Takes caches over and produces tokens
     Decode,
+    /// Does both alone and speaks the OpenAI-compatible API
+    Mono,
 }
 
 /// A layout, if everything that it says is built.

@@ -5,7 +5,7 @@ use std::{io::Read, time::Duration};
 use kvferry_engine::{LoadOptions, Model};
 use kvferry_plan::{Blame, Bytes, InstanceId};
 use kvferry_registry::{Role, bind_loopback};
-use kvferry_server::{Instance, InstanceConfig, ServerError, serve_registry};
+use kvferry_server::{Instance, InstanceConfig, Mono, MonoConfig, ServerError, serve_registry};
 use serde_json::json;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio_util::sync::CancellationToken;
@@ -37,18 +37,31 @@ pub(crate) async fn run(args: ServeArgs) -> Result<(), Failure> {
             ready(&format!("http://{at}"), &instance, args.role);
             return Ok(serve_registry(listener, drain).await?);
         }
-        RoleArg::Prefill => Role::Prefill,
-        RoleArg::Decode => Role::Decode,
+        RoleArg::Prefill => Some(Role::Prefill),
+        RoleArg::Decode => Some(Role::Decode),
+        RoleArg::Mono => None,
     };
     let located = model::locate(&args.model, Progress::Shown).await?;
     let options = LoadOptions { attention: args.engine.attention.into(), arith: args.engine.arith.into() };
     let model = blocking(move || Ok(Model::from_checkpoint(&located.open()?, options)?)).await?;
+    let engine = args.engine.config(&args.layout, POOL_TOKENS);
+    let Some(role) = role else {
+        let config = MonoConfig {
+            instance: InstanceId(instance.clone()),
+            model_name: args.model.served_name(),
+            listen: args.listen,
+            engine,
+        };
+        let running = Mono::start(model, config).await?;
+        ready(&running.url(), &instance, args.role);
+        return Ok(running.serve(drain).await?);
+    };
     let config = InstanceConfig {
         instance: InstanceId(instance.clone()),
         role,
         listen: args.listen,
         registry: args.registry.clone().unwrap_or_default(),
-        engine: args.engine.config(&args.layout, POOL_TOKENS),
+        engine,
         transports: vec![args.engine.transport.into()],
         rate: args.engine.throttle.map(Bytes),
         digest: !args.engine.no_digest,

@@ -34,6 +34,16 @@ fn byte_level_bpe_from_metadata() {
 }
 
 #[test]
+fn a_token_has_its_bytes_even_when_they_are_no_character() {
+    let tokenizer = tokenizer();
+    let bytes = |ids: &[u32]| ids.iter().map(|id| tokenizer.token_bytes(*id).unwrap()).collect::<Vec<_>>();
+    assert_eq!(bytes(&[7, 8, 9]).concat(), "→".as_bytes());
+    assert!(bytes(&[7, 8, 9]).iter().all(|bytes| bytes.len() == 1));
+    assert_eq!(bytes(&[6, 0, 11]), [&b" ab"[..], b"<|end|>", b"<tool>"]);
+    assert_eq!(tokenizer.token_bytes(99_999), None);
+}
+
+#[test]
 fn qwen2_keeps_digits_single_and_composes() {
     let mut file = tiny("qwen2");
     file.text("tokenizer.ggml.pre", "qwen2");

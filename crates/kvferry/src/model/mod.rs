@@ -33,6 +33,13 @@ pub(crate) enum ModelRef {
     SmolLm2,
 }
 
+impl ModelRef {
+    /// What clients of an API call it, where that is not the name of its file.
+    pub(crate) fn served_name(&self) -> Option<String> {
+        matches!(self, Self::SmolLm2).then(|| self.to_string())
+    }
+}
+
 impl FromStr for ModelRef {
     type Err = String;
 

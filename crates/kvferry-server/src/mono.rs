@@ -1,0 +1,221 @@
+//! The `mono` role: one engine that reads prompts and continues them, behind the OpenAI-compatible API. Not for hand-offs:
+//! it needs no registry and has no peers.
+
+use std::{
+    net::SocketAddr,
+    pin::Pin,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+    time::Duration,
+};
+
+use axum::{Json, Router, extract::State, routing::get};
+use futures_util::{StreamExt, stream};
+use kvferry_engine::{
+    Engine, EngineConfig, EngineStats, Event, Events, Model, NoHandOff, Request, StopReason, Voice,
+};
+use kvferry_plan::{Blame, InstanceId};
+use kvferry_registry::bind_loopback;
+use serde::Serialize;
+use tokio::net::TcpListener;
+use tokio_util::sync::CancellationToken;
+
+use crate::{
+    Chosen, Problem, ServerError, Stage,
+    backend::{Answer, Backend, Finish, Job, Piece},
+    instance::prompt,
+    openai::Api,
+    process::ProcessCounts,
+};
+
+/// How long a process that was told to end waits for the requests that it has.
+const DRAIN: Duration = Duration::from_secs(10);
+
+/// What a `mono` process is started with, besides its model.
+#[derive(Clone, Debug)]
+pub struct MonoConfig {
+    /// Its name.
+    pub instance: InstanceId,
+    /// What clients call the model; the checkpoint's own name when left out.
+    pub model_name: Option<String>,
+    /// Where its HTTP port is opened; loopback only, port 0 takes a free one.
+    pub listen: SocketAddr,
+    /// Layout and capacity.
+    pub engine: EngineConfig,
+}
+
+/// One engine as a backend.
+struct Alone {
+    instance: InstanceId,
+    engine: Engine,
+    draining: AtomicBool,
+}
+
+/// A process that serves a model alone.
+pub struct Mono {
+    alone: Arc<Alone>,
+    api: Arc<Api>,
+    listener: TcpListener,
+    http: SocketAddr,
+}
+
+impl std::fmt::Debug for Mono {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Mono").field("instance", &self.alone.instance).field("http", &self.http).finish()
+    }
+}
+
+impl Mono {
+    /// Builds the pools and opens the port. Building takes a moment and blocks; must be called within a tokio runtime.
+    ///
+    /// # Errors
+    /// [`ServerError::Bind`] and [`ServerError::Engine`].
+    pub async fn start(model: Arc<Model>, config: MonoConfig) -> Result<Self, ServerError> {
+        let listener = bind_loopback(config.listen).await?;
+        let http = listener.local_addr()?;
+        let mut voice = Voice::from(&*model);
+        if let Some(name) = config.model_name {
+            voice.name = name;
+        }
+        let engine = Engine::start(model, &config.engine, Arc::new(NoHandOff))?;
+        let alone = Arc::new(Alone { instance: config.instance, engine, draining: AtomicBool::new(false) });
+        let api = Api::new(voice, Arc::clone(&alone) as Arc<dyn Backend>);
+        Ok(Self { alone, api, listener, http })
+    }
+
+    /// Base URL of the HTTP port.
+    #[must_use]
+    pub fn url(&self) -> String {
+        format!("http://{}", self.http)
+    }
+
+    /// Serves until `drain` is cancelled, then finishes what is under way, for a bounded time.
+    ///
+    /// # Errors
+    /// [`ServerError::Http`].
+    pub async fn serve(self, drain: CancellationToken) -> Result<(), ServerError> {
+        let admin = Admin { alone: Arc::clone(&self.alone), api: Arc::clone(&self.api) };
+        let admin = Router::new()
+            .route("/health", get(health))
+            .route("/debug/ledger", get(ledger))
+            .with_state(Arc::new(admin));
+        let (closing, app) = (drain.clone(), self.api.app(admin));
+        let server =
+            axum::serve(prompt(self.listener), app).with_graceful_shutdown(closing.cancelled_owned());
+        let server = tokio::spawn(async move { server.await });
+        drain.cancelled().await;
+        self.alone.draining.store(true, Ordering::Relaxed);
+        tracing::info!(instance = %self.alone.instance, under_way = self.api.under_way(), "draining");
+        match tokio::time::timeout(DRAIN, server).await {
+            Ok(Ok(served)) => Ok(served?),
+            Ok(Err(panic)) => Err(ServerError::Http(std::io::Error::other(panic))),
+            Err(_) => {
+                tracing::warn!(
+                    under_way = self.api.under_way(),
+                    "draining took too long: what is left is dropped"
+                );
+                Ok(())
+            }
+        }
+    }
+}
+
+impl Backend for Alone {
+    fn start(&self, job: Job) -> Pin<Box<dyn Future<Output = Result<Answer, Problem>> + Send + '_>> {
+        Box::pin(async move {
+            let request = Request {
+                prompt: job.prompt.to_vec(),
+                max_tokens: job.max_tokens,
+                sampling: job.sampling.into(),
+                ignore_eos: job.ignore_eos,
+                top_logprobs: job.top_logprobs,
+                hold: None,
+            };
+            let failed = |error| Problem::engine(Stage::Admission, &error);
+            let mut events = self.engine.generate(request).map_err(failed)?;
+            let first = next(&mut events).await?;
+            let rest = stream::unfold(Some(events), |events| async move {
+                let mut events = events?;
+                let piece = next(&mut events).await;
+                let more = matches!(piece, Ok(Piece::Token(_)));
+                Some((piece, more.then_some(events)))
+            });
+            Ok(stream::once(std::future::ready(Ok(first))).chain(rest).boxed())
+        })
+    }
+
+    fn check(&self, prompt_tokens: u64, max_tokens: u32) -> Result<(), Problem> {
+        self.engine
+            .check(prompt_tokens, max_tokens)
+            .map_err(|error| Problem::engine(Stage::Admission, &error))
+    }
+
+    fn ready(&self) -> Result<(), Problem> {
+        if !self.draining.load(Ordering::Relaxed) {
+            return Ok(());
+        }
+        let cause = format!("{} is shutting down; ask another one", self.instance);
+        Err(Problem::new(Blame::Environment, Stage::Admission, cause))
+    }
+}
+
+async fn next(events: &mut Events) -> Result<Piece, Problem> {
+    loop {
+        return match events.next().await {
+            Some(Event::Token { id, logprob, top }) => Ok(Piece::Token(Chosen { id, logprob, top })),
+            Some(Event::Done { reason, .. }) => {
+                Ok(Piece::Finish(Finish { eos: reason == StopReason::Eos, cached_tokens: 0 }))
+            }
+            Some(Event::Failed(error)) => Err(Problem::engine(Stage::Compute, &error)),
+            Some(_) => continue,
+            None => Err(Problem::new(Blame::Environment, Stage::Compute, "the engine has stopped")),
+        };
+    }
+}
+
+struct Admin {
+    alone: Arc<Alone>,
+    api: Arc<Api>,
+}
+
+#[derive(Serialize)]
+struct Health {
+    status: &'static str,
+    role: &'static str,
+    instance: InstanceId,
+    model: String,
+    ranks: u32,
+    longest_prompt: u64,
+}
+
+async fn health(State(admin): State<Arc<Admin>>) -> Json<Health> {
+    let engine = &admin.alone.engine;
+    Json(Health {
+        status: if admin.alone.draining.load(Ordering::Relaxed) { "draining" } else { "ok" },
+        role: "mono",
+        instance: admin.alone.instance.clone(),
+        model: engine.model().name().to_owned(),
+        ranks: engine.placement().ranks(),
+        longest_prompt: engine.longest_prompt(),
+    })
+}
+
+#[derive(Serialize)]
+struct Ledger {
+    /// Pages and requests.
+    engine: EngineStats,
+    /// Continuations under way.
+    tasks: usize,
+    /// Sockets, descriptors, threads.
+    process: ProcessCounts,
+}
+
+async fn ledger(State(admin): State<Arc<Admin>>) -> Json<Ledger> {
+    Json(Ledger {
+        engine: admin.alone.engine.stats(),
+        tasks: admin.api.under_way(),
+        process: ProcessCounts::now(),
+    })
+}
