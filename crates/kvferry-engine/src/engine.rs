@@ -7,7 +7,7 @@ use std::{
 };
 
 use kvferry_arena::Arena;
-use kvferry_plan::{CacheShape, Descriptor, Dtype, LayoutSpec, PROTOCOL, Placement, RoomKey};
+use kvferry_plan::{CacheShape, Capacity, Descriptor, Dtype, Hold, LayoutSpec, PROTOCOL, Placement, RoomKey};
 
 use crate::{
     Answer, EngineError, Events, FirstToken, HandOff, Model, RankRows, Request, RoomLease, Rows,
@@ -30,6 +30,8 @@ pub struct EngineConfig {
     pub max_model_len: Option<u32>,
     /// Tokens that the pool holds at least, over all requests.
     pub pool_tokens: u64,
+    /// Most requests that wait; a further one is refused at once.
+    pub max_queued: u32,
 }
 
 impl Default for EngineConfig {
@@ -40,6 +42,7 @@ impl Default for EngineConfig {
             chunk: 256,
             max_model_len: None,
             pool_tokens: 4096,
+            max_queued: 1024,
         }
     }
 }
@@ -100,7 +103,14 @@ impl Engine {
         let (shape, placement) = (forward.shape().clone(), forward.placement().clone());
         let arenas = forward.arenas();
         let mailbox = (commands.clone(), inbox);
-        let scheduler = Scheduler::new(forward, config.chunk, handoff, mailbox, Arc::clone(&stats));
+        let scheduler = Scheduler::new(
+            forward,
+            limits.capacity().clone(),
+            config.chunk,
+            handoff,
+            mailbox,
+            Arc::clone(&stats),
+        );
         let scheduler = thread::Builder::new()
             .name("scheduler".into())
             .spawn(move || scheduler.run())
@@ -111,11 +121,11 @@ impl Engine {
     /// Computes a prompt and continues it, all in this engine.
     ///
     /// # Errors
-    /// [`EngineError::NeverFits`] and [`EngineError::Request`], before any work.
+    /// [`EngineError::NeverFits`], [`EngineError::Request`] and [`EngineError::QueueFull`], before any work.
     pub fn generate(&self, request: Request) -> Result<Events, EngineError> {
-        let request = self.limits.whole(request)?;
-        let (sink, events) = Events::channel();
-        self.send(Command::Generate { request, sink })?;
+        let (request, place) = self.limits.admit(Hold::Whole, request)?;
+        let (sink, events) = Events::channel(&self.commands);
+        self.send(Command::Generate { request, place, sink })?;
         Ok(events)
     }
 
@@ -123,12 +133,11 @@ impl Engine {
     /// wait in order of arrival); then the calls of [`HandOff`] follow. The pages stay as long as the lease.
     ///
     /// # Errors
-    /// [`EngineError::NeverFits`] and [`EngineError::Request`], before any work; through the answer
-    /// [`EngineError::RoomInUse`].
+    /// As [`Engine::generate`], before any work; through the answer [`EngineError::RoomInUse`].
     pub fn prefill(&self, key: RoomKey, request: Request) -> Result<Answer<RoomLease>, EngineError> {
-        let request = self.limits.prompt_only(request)?;
-        let (granted, answer) = Answer::channel();
-        self.send(Command::Prefill { key, request, granted })?;
+        let (request, place) = self.limits.admit(Hold::Prompt, request)?;
+        let (granted, answer) = Answer::channel(&self.commands);
+        self.send(Command::Prefill { key, request, place, granted })?;
         Ok(answer)
     }
 
@@ -139,9 +148,9 @@ impl Engine {
     /// # Errors
     /// As [`Engine::prefill`].
     pub fn reserve(&self, key: RoomKey, request: Request) -> Result<Answer<RoomLease>, EngineError> {
-        let request = self.limits.whole(request)?;
-        let (granted, answer) = Answer::channel();
-        self.send(Command::Reserve { key, request, granted })?;
+        let (request, place) = self.limits.admit(Hold::Continue, request)?;
+        let (granted, answer) = Answer::channel(&self.commands);
+        self.send(Command::Reserve { key, request, place, granted })?;
         Ok(answer)
     }
 
@@ -152,7 +161,7 @@ impl Engine {
     /// [`EngineError::Request`] at once; what depends on the room comes as [`crate::Event::Failed`].
     pub fn decode(&self, lease: &RoomLease, first: FirstToken) -> Result<Events, EngineError> {
         self.limits.vocabulary(&[first.id])?;
-        let (sink, events) = Events::channel();
+        let (sink, events) = Events::channel(&self.commands);
         self.send(Command::Decode { id: lease.id(), key: lease.key(), first, sink })?;
         Ok(events)
     }
@@ -162,7 +171,7 @@ impl Engine {
     /// # Errors
     /// [`EngineError::NeverFits`]; [`EngineError::Request`] when either number is 0.
     pub fn check(&self, prompt_tokens: u64, max_tokens: u32) -> Result<(), EngineError> {
-        self.limits.reservation(prompt_tokens, max_tokens).map(drop)
+        self.limits.fit(Hold::Whole, prompt_tokens, max_tokens).map(drop)
     }
 
     /// Ends a request that [`Engine::generate`] was told to hold, and frees its pages. Does nothing to what a
@@ -177,7 +186,7 @@ impl Engine {
     /// # Errors
     /// [`EngineError::UnknownRoom`] through the answer, and [`EngineError::RoomState`] while it is queued.
     pub fn rows(&self, key: RoomKey) -> Result<Answer<Rows>, EngineError> {
-        let (reply, answer) = Answer::channel();
+        let (reply, answer) = Answer::channel(&self.commands);
         self.send(Command::Rows { key, reply })?;
         Ok(answer)
     }
@@ -244,7 +253,13 @@ impl Engine {
     /// Longest prompt that [`Engine::generate`] and [`Engine::reserve`] accept, in tokens.
     #[must_use]
     pub fn longest_prompt(&self) -> u64 {
-        self.limits.longest_whole()
+        self.capacity().longest(Hold::Whole)
+    }
+
+    /// What the engine can hold: what its intake and its scheduler ask.
+    #[must_use]
+    pub fn capacity(&self) -> &Capacity {
+        self.limits.capacity()
     }
 
     /// What the engine holds now.

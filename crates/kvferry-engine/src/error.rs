@@ -1,7 +1,7 @@
 //! Why the engine refused, failed or gave up a request.
 
 use kvferry_arena::ArenaError;
-use kvferry_plan::{Blame, RankId, RoomKey};
+use kvferry_plan::{Blame, Limit, RankId, RoomKey};
 
 /// What went wrong, who is at fault ([`EngineError::blame`]) and what to do next.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
@@ -17,18 +17,15 @@ pub enum EngineError {
     #[error("{0}")]
     Config(String),
     /// The prompt can never fit, whatever else finishes first. Refused before any work.
+    #[error(transparent)]
+    NeverFits(#[from] Limit),
+    /// As many requests wait as may.
     #[error(
-        "a prompt of {tokens} tokens can never be served here: the limit is {limit} ({because}); {remedy}"
+        "{limit} requests wait here already, and no more may (max-queued); try again later or ask another instance"
     )]
-    NeverFits {
-        /// Tokens of the prompt.
-        tokens: u64,
-        /// The longest prompt that is served.
-        limit: u64,
-        /// Which limit it is.
-        because: String,
-        /// What would change it.
-        remedy: String,
+    QueueFull {
+        /// Most requests that wait.
+        limit: u32,
     },
     /// The request itself makes no sense.
     #[error("request: {0}")]
@@ -83,13 +80,13 @@ impl EngineError {
             Self::Aborted
             | Self::Layout(_)
             | Self::Config(_)
-            | Self::NeverFits { .. }
+            | Self::NeverFits(_)
             | Self::Request(_)
             | Self::RoomInUse(_)
             | Self::UnknownRoom(_)
             | Self::RoomState { .. }
             | Self::Range { .. } => Blame::Caller,
-            Self::Pool(_) | Self::Thread(_) | Self::Stopped => Blame::Environment,
+            Self::QueueFull { .. } | Self::Pool(_) | Self::Thread(_) | Self::Stopped => Blame::Environment,
             Self::Rank { .. } => Blame::Us,
         }
     }

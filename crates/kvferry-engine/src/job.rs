@@ -1,10 +1,10 @@
 //! One request in the scheduler.
 
-use kvferry_plan::{RoomKey, TokenRange};
+use kvferry_plan::{Hold, RoomKey, TokenRange};
 
 use crate::{
-    Event, FirstToken, Request, RoomLease, Sampling, StopReason, mailbox::Sender, pages::Lease,
-    scheduler::Reply,
+    Event, FirstToken, Request, RoomLease, Sampling, StopReason, limits::Place, mailbox::Sender,
+    pages::Lease, scheduler::Reply,
 };
 
 /// What a request is here for.
@@ -46,6 +46,8 @@ pub(crate) struct Job {
     pub(crate) sampling: Sampling,
     pub(crate) ignore_eos: bool,
     pub(crate) top_logprobs: u32,
+    /// While it waits.
+    pub(crate) place: Option<Place>,
     pub(crate) lease: Option<Lease>,
     /// Positions whose cache is complete: the next one to compute.
     pub(crate) filled: u64,
@@ -60,7 +62,7 @@ pub(crate) struct Job {
 
 impl Job {
     /// A queued request.
-    pub(crate) fn new(kind: Kind, key: Option<RoomKey>, request: Request) -> Self {
+    pub(crate) fn new(kind: Kind, key: Option<RoomKey>, request: Request, place: Place) -> Self {
         Self {
             key,
             kind,
@@ -71,6 +73,7 @@ impl Job {
             sampling: request.sampling,
             ignore_eos: request.ignore_eos,
             top_logprobs: request.top_logprobs,
+            place: Some(place),
             lease: None,
             filled: 0,
             prompt_computed: 0,
@@ -81,11 +84,12 @@ impl Job {
         }
     }
 
-    /// Tokens whose cache it will hold.
-    pub(crate) fn tokens(&self) -> u64 {
+    /// What it will hold.
+    pub(crate) fn hold(&self) -> Hold {
         match self.kind {
-            Kind::Prefill => self.prompt_tokens,
-            Kind::Generate | Kind::Decode => self.prompt_tokens + u64::from(self.max_tokens),
+            Kind::Prefill => Hold::Prompt,
+            Kind::Decode => Hold::Continue,
+            Kind::Generate => Hold::Whole,
         }
     }
 

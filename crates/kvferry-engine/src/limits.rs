@@ -1,25 +1,31 @@
-//! What can ever be served: checked on the caller's thread, before any work.
+//! What is let in: checked on the caller's thread, before any work.
 
-use kvferry_plan::Placement;
+use std::sync::{
+    Arc,
+    atomic::{AtomicU32, Ordering},
+};
 
-use crate::{EngineConfig, EngineError, Model, Request, pages};
+use kvferry_plan::{Capacity, Fit, Hold, Placement};
 
-/// One limit on the length of a sequence, and what to say about it.
-#[derive(Clone, Debug)]
-struct Limit {
-    tokens: u64,
-    because: String,
-    remedy: String,
-}
+use crate::{EngineConfig, EngineError, Model, Request};
 
-/// The limits of one engine.
-#[derive(Clone, Debug)]
+/// What one engine takes in.
+#[derive(Debug)]
 pub(crate) struct Limits {
     vocab: u32,
-    /// On prompt and generated tokens together, from the model and the configuration.
-    length: Limit,
-    /// On tokens whose cache is held.
-    pool: Limit,
+    capacity: Capacity,
+    places: Arc<AtomicU32>,
+    max_queued: u32,
+}
+
+/// A waiting request's place in the queue, which is bounded; free again when this is dropped.
+#[derive(Debug)]
+pub(crate) struct Place(Arc<AtomicU32>);
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::Relaxed);
+    }
 }
 
 impl Limits {
@@ -31,70 +37,67 @@ impl Limits {
         pages: u32,
     ) -> Result<Self, EngineError> {
         let made_for = model.config().max_position;
-        let length = match config.max_model_len {
-            Some(len) if len < 2 => {
-                return Err(EngineError::Config(format!(
-                    "max-model-len={len}: a prompt token and a generated one need at least 2"
-                )));
-            }
-            Some(len) if len > made_for => {
-                return Err(EngineError::Config(format!(
-                    "max-model-len={len}: the model was made for {made_for} tokens; use at most that"
-                )));
-            }
-            Some(len) if len < made_for => Limit {
-                tokens: u64::from(len),
-                because: format!("max-model-len={len}, one token of which is generated"),
-                remedy: format!("raise --max-model-len, up to {made_for}, or shorten the prompt"),
+        let max_model_len = config.max_model_len.unwrap_or(made_for);
+        if max_model_len < 2 {
+            return Err(EngineError::Config(format!(
+                "max-model-len={max_model_len}: a prompt token and a generated one need at least 2"
+            )));
+        }
+        if max_model_len > made_for {
+            return Err(EngineError::Config(format!(
+                "max-model-len={max_model_len}: the model was made for {made_for} tokens; use at most that"
+            )));
+        }
+        if config.max_queued == 0 {
+            return Err(EngineError::Config(
+                "max-queued=0: every request passes the queue; it needs at least 1 place".into(),
+            ));
+        }
+        Ok(Self {
+            vocab: u32::try_from(model.config().vocab).unwrap_or(u32::MAX),
+            capacity: Capacity {
+                max_model_len: max_model_len.into(),
+                made_for: made_for.into(),
+                pages,
+                parts: placement.parts.clone(),
             },
-            _ => Limit {
-                tokens: u64::from(made_for),
-                because: format!("the model was made for {made_for} tokens, one of which is generated"),
-                remedy: "shorten the prompt, or use a model with a longer context".into(),
-            },
-        };
-        let held = pages::tokens_for(placement, pages);
-        let pool = Limit {
-            tokens: held,
-            because: format!("the KV pool of {pages} pages holds {held} tokens"),
-            remedy: "raise --pool-tokens or shorten the prompt".into(),
-        };
-        Ok(Self { vocab: u32::try_from(model.config().vocab).unwrap_or(u32::MAX), length, pool })
+            places: Arc::default(),
+            max_queued: config.max_queued,
+        })
     }
 
-    /// Longest prompt that can be continued here.
-    pub(crate) fn longest_whole(&self) -> u64 {
-        self.length.tokens.min(self.pool.tokens).saturating_sub(1)
+    /// What can be held.
+    pub(crate) fn capacity(&self) -> &Capacity {
+        &self.capacity
     }
 
-    /// Checks a request that is computed and continued here, and caps its `max_tokens` to what can be held.
-    pub(crate) fn whole(&self, mut request: Request) -> Result<Request, EngineError> {
+    /// Checks a request of which `hold` is wanted, caps its `max_tokens` to what can be held, and takes its place in
+    /// the queue.
+    pub(crate) fn admit(&self, hold: Hold, mut request: Request) -> Result<(Request, Place), EngineError> {
         self.sane(&request)?;
-        request.max_tokens = self.reservation(request.prompt.len() as u64, request.max_tokens)?;
-        Ok(request)
+        request.max_tokens = self.fit(hold, request.prompt.len() as u64, request.max_tokens)?;
+        Ok((request, self.place()?))
     }
 
-    /// Checks a request whose prompt alone is computed here; one more token must fit the model.
-    pub(crate) fn prompt_only(&self, request: Request) -> Result<Request, EngineError> {
-        self.sane(&request)?;
-        let tokens = request.prompt.len() as u64;
-        fits(tokens, self.length.tokens - 1, &self.length)?;
-        fits(tokens, self.pool.tokens, &self.pool)?;
-        Ok(request)
-    }
-
-    /// Checks that a prompt and a token after it fit, and caps `max_tokens` to what can be held.
-    pub(crate) fn reservation(&self, prompt_tokens: u64, max_tokens: u32) -> Result<u32, EngineError> {
+    /// Caps `max_tokens` to what can be held; refuses what never can.
+    pub(crate) fn fit(&self, hold: Hold, prompt_tokens: u64, max_tokens: u32) -> Result<u32, EngineError> {
         if prompt_tokens == 0 || max_tokens == 0 {
             return Err(EngineError::Request(
                 "the prompt and max_tokens must both be at least 1 token".into(),
             ));
         }
-        for limit in [&self.length, &self.pool] {
-            fits(prompt_tokens, limit.tokens.saturating_sub(1), limit)?;
+        match self.capacity.fit(hold, prompt_tokens, max_tokens, self.capacity.pages) {
+            Fit::Now { max_tokens, .. } | Fit::Later { max_tokens, .. } => Ok(max_tokens),
+            Fit::Never(limit) => Err(limit.into()),
         }
-        let room = self.length.tokens.min(self.pool.tokens) - prompt_tokens;
-        Ok(max_tokens.min(u32::try_from(room).unwrap_or(u32::MAX)))
+    }
+
+    fn place(&self) -> Result<Place, EngineError> {
+        let taken = |taken| (taken < self.max_queued).then_some(taken + 1);
+        match self.places.fetch_update(Ordering::Relaxed, Ordering::Relaxed, taken) {
+            Ok(_) => Ok(Place(Arc::clone(&self.places))),
+            Err(_) => Err(EngineError::QueueFull { limit: self.max_queued }),
+        }
     }
 
     /// Checks that all ids are in the vocabulary.
@@ -110,11 +113,6 @@ impl Limits {
     }
 
     fn sane(&self, request: &Request) -> Result<(), EngineError> {
-        if request.prompt.is_empty() || request.max_tokens == 0 {
-            return Err(EngineError::Request(
-                "the prompt and max_tokens must both be at least 1 token".into(),
-            ));
-        }
         let sampling = &request.sampling;
         if !(sampling.temperature.is_finite() && sampling.temperature >= 0.0) {
             return Err(EngineError::Request(format!(
@@ -137,16 +135,4 @@ impl Limits {
         }
         self.vocabulary(&request.prompt)
     }
-}
-
-fn fits(tokens: u64, longest: u64, limit: &Limit) -> Result<(), EngineError> {
-    if tokens <= longest {
-        return Ok(());
-    }
-    Err(EngineError::NeverFits {
-        tokens,
-        limit: longest,
-        because: limit.because.clone(),
-        remedy: limit.remedy.clone(),
-    })
 }

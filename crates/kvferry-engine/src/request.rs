@@ -5,6 +5,7 @@ use kvferry_plan::RoomKey;
 use crate::{
     EngineError,
     mailbox::{Receiver, Sender, mailbox},
+    scheduler::Command,
 };
 
 /// How tokens are chosen.
@@ -114,24 +115,39 @@ pub enum Event {
     Failed(EngineError),
 }
 
+/// Wakes the scheduler when a reader leaves, so that nothing is kept for one who has gone.
+#[derive(Debug)]
+struct Leaving(Sender<Command>);
+
+impl Drop for Leaving {
+    fn drop(&mut self) {
+        // An engine that has stopped keeps nothing.
+        let _ = self.0.send(Command::ReaderLeft);
+    }
+}
+
 /// The events of one request. Dropping it aborts the request.
 #[derive(Debug)]
-pub struct Events(Receiver<Event>);
+pub struct Events {
+    // Goes first: the scheduler must see it closed when it wakes.
+    events: Receiver<Event>,
+    _leaving: Leaving,
+}
 
 impl Events {
-    pub(crate) fn channel() -> (Sender<Event>, Self) {
-        let (sender, receiver) = mailbox();
-        (sender, Self(receiver))
+    pub(crate) fn channel(scheduler: &Sender<Command>) -> (Sender<Event>, Self) {
+        let (sender, events) = mailbox();
+        (sender, Self { events, _leaving: Leaving(scheduler.clone()) })
     }
 
     /// Waits for the next event; `None` after the last. Needs no particular async runtime.
     pub async fn next(&mut self) -> Option<Event> {
-        self.0.next().await
+        self.events.next().await
     }
 
     /// Blocks the thread until the next event; `None` after the last.
     pub fn recv(&mut self) -> Option<Event> {
-        self.0.recv()
+        self.events.recv()
     }
 }
 
@@ -145,12 +161,16 @@ impl Iterator for Events {
 
 /// An answer that comes when the request's turn comes. A future; or [`Answer::wait`] blocks the thread.
 #[derive(Debug)]
-pub struct Answer<T>(Receiver<Result<T, EngineError>>);
+pub struct Answer<T> {
+    // Goes first: the scheduler must see it closed when it wakes.
+    answer: Receiver<Result<T, EngineError>>,
+    _leaving: Leaving,
+}
 
 impl<T> Answer<T> {
-    pub(crate) fn channel() -> (Sender<Result<T, EngineError>>, Self) {
-        let (sender, receiver) = mailbox();
-        (sender, Self(receiver))
+    pub(crate) fn channel(scheduler: &Sender<Command>) -> (Sender<Result<T, EngineError>>, Self) {
+        let (sender, answer) = mailbox();
+        (sender, Self { answer, _leaving: Leaving(scheduler.clone()) })
     }
 
     /// Blocks the thread until the answer is there.
@@ -158,7 +178,7 @@ impl<T> Answer<T> {
     /// # Errors
     /// Why the request was given up; [`EngineError::Stopped`] when the engine ended first.
     pub fn wait(mut self) -> Result<T, EngineError> {
-        self.0.recv().unwrap_or(Err(EngineError::Stopped))
+        self.answer.recv().unwrap_or(Err(EngineError::Stopped))
     }
 }
 
@@ -169,6 +189,6 @@ impl<T> Future for Answer<T> {
         mut self: std::pin::Pin<&mut Self>,
         context: &mut std::task::Context<'_>,
     ) -> std::task::Poll<Self::Output> {
-        self.0.poll(context).map(|answer| answer.unwrap_or(Err(EngineError::Stopped)))
+        self.answer.poll(context).map(|answer| answer.unwrap_or(Err(EngineError::Stopped)))
     }
 }

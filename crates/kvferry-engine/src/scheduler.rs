@@ -6,14 +6,15 @@ use std::{
     sync::{Arc, Mutex, PoisonError},
 };
 
-use kvferry_plan::RoomKey;
+use kvferry_plan::{Capacity, Fit, RoomKey};
 
 use crate::{
     EngineError, EngineStats, Event, FirstToken, HandOff, Request, RoomLease, Rows, StopReason,
     forward::{Forward, Outcome, Piece},
     job::{Job, Kind, State},
+    limits::Place,
     mailbox::{Receiver, Sender},
-    pages::{Pages, pages_for},
+    pages::Pages,
     sampler::{most_probable, sample},
 };
 
@@ -25,16 +26,19 @@ pub(crate) type Reply<T> = Sender<Result<T, EngineError>>;
 pub(crate) enum Command {
     Generate {
         request: Request,
+        place: Place,
         sink: Sender<Event>,
     },
     Prefill {
         key: RoomKey,
         request: Request,
+        place: Place,
         granted: Reply<RoomLease>,
     },
     Reserve {
         key: RoomKey,
         request: Request,
+        place: Place,
         granted: Reply<RoomLease>,
     },
     Decode {
@@ -55,6 +59,8 @@ pub(crate) enum Command {
         key: RoomKey,
         reply: Reply<Rows>,
     },
+    /// Somebody gave up a request: time to look who.
+    ReaderLeft,
     Stop,
 }
 
@@ -64,6 +70,7 @@ pub(crate) type JobId = u64;
 /// The scheduler.
 pub(crate) struct Scheduler {
     forward: Forward,
+    capacity: Capacity,
     chunk: usize,
     handoff: Arc<dyn HandOff>,
     /// For leases, which come back this way.
@@ -82,6 +89,7 @@ pub(crate) struct Scheduler {
 impl Scheduler {
     pub(crate) fn new(
         forward: Forward,
+        capacity: Capacity,
         chunk: u32,
         handoff: Arc<dyn HandOff>,
         (commands, inbox): (Sender<Command>, Receiver<Command>),
@@ -90,6 +98,7 @@ impl Scheduler {
         let pages = Pages::new(forward.pages());
         let scheduler = Self {
             forward,
+            capacity,
             chunk: chunk as usize,
             handoff,
             commands,
@@ -137,17 +146,19 @@ impl Scheduler {
 
     fn obey(&mut self, command: Command) {
         match command {
-            Command::Generate { request, sink } => {
+            Command::Generate { request, place, sink } => {
                 let key = request.hold;
-                let job = Job { sink: Some(sink), ..Job::new(Kind::Generate, key, request) };
+                let job = Job { sink: Some(sink), ..Job::new(Kind::Generate, key, request, place) };
                 self.enqueue(job);
             }
-            Command::Prefill { key, request, granted } => {
-                let job = Job { granted: Some(granted), ..Job::new(Kind::Prefill, Some(key), request) };
+            Command::Prefill { key, request, place, granted } => {
+                let job = Job::new(Kind::Prefill, Some(key), request, place);
+                let job = Job { granted: Some(granted), ..job };
                 self.enqueue(job);
             }
-            Command::Reserve { key, request, granted } => {
-                let job = Job { granted: Some(granted), ..Job::new(Kind::Decode, Some(key), request) };
+            Command::Reserve { key, request, place, granted } => {
+                let job = Job::new(Kind::Decode, Some(key), request, place);
+                let job = Job { granted: Some(granted), ..job };
                 self.enqueue(job);
             }
             Command::Decode { id, key, first, sink } => {
@@ -166,7 +177,7 @@ impl Scheduler {
             Command::Rows { key, reply } => {
                 reply.send(self.rows(key));
             }
-            Command::Stop => {}
+            Command::ReaderLeft | Command::Stop => {}
         }
     }
 
@@ -237,11 +248,20 @@ impl Scheduler {
                 self.queue.pop_front();
                 continue;
             };
-            let wanted = pages_for(self.forward.placement(), job.tokens()).unwrap_or(u32::MAX);
-            let Some(lease) = self.pages.take(wanted) else { break };
+            let pages =
+                match self.capacity.fit(job.hold(), job.prompt_tokens, job.max_tokens, self.pages.free()) {
+                    Fit::Now { pages, .. } => pages,
+                    Fit::Later { .. } => break,
+                    // Intake asks the same question: it lets none of these in.
+                    Fit::Never(limit) => {
+                        self.fail(id, &limit.into());
+                        continue;
+                    }
+                };
+            let Some(lease) = self.pages.take(pages) else { break };
             self.queue.pop_front();
             let table = lease.table().clone();
-            job.lease = Some(lease);
+            (job.lease, job.place) = (Some(lease), None);
             let key = job.key;
             job.state = if job.kind == Kind::Decode { State::Reserved } else { State::Prefilling };
             if let Some(granted) = job.granted.take()

@@ -13,7 +13,7 @@ use kvferry_engine::{
     Attention, Coordinate, Engine, EngineConfig, EngineError, EngineStats, Event, FirstToken, HandOff,
     LoadOptions, Model, NoHandOff, Request, Sampling, StopReason, checkpoint, math::Arith,
 };
-use kvferry_plan::{Attempt, Dtype, HeadId, RankId, RoomId, RoomKey, TokenRange};
+use kvferry_plan::{Attempt, Blame, Dtype, HeadId, RankId, RoomId, RoomKey, TokenRange};
 use safetensors::SafeTensors;
 
 fn model(attention: Attention, arith: Arith) -> Arc<Model> {
@@ -234,6 +234,58 @@ fn a_prompt_that_can_never_fit_is_refused_with_the_limit_that_it_meets() {
     assert_eq!(outcome(start(&pool).generate(full(63, 9)).unwrap()).0.len(), 1);
     assert!(start(&pool).prefill(key(1), full(64, 1)).unwrap().wait().is_ok());
     assert!(start(&short).prefill(key(1), full(32, 1)).is_err());
+}
+
+#[test]
+fn what_intake_lets_in_is_admitted_and_nothing_else() {
+    for (layout, pool_tokens, max_model_len) in
+        [("tp=1,page=5", 23, None), ("tp=2,dcp=2,interleave=3,page=4", 20, None), ("tp=3", 64, Some(21))]
+    {
+        let config = EngineConfig { pool_tokens, max_model_len, ..config(layout) };
+        let engine = start(&config);
+        let mut refused = 0;
+        for length in 1..40 {
+            // With every page free: what is not admitted now never will be.
+            for prefill in [false, true] {
+                let request = full(length, 7);
+                let answer =
+                    if prefill { engine.prefill(key(1), request) } else { engine.reserve(key(1), request) };
+                match answer {
+                    Ok(answer) => drop(answer.wait().unwrap()),
+                    Err(EngineError::NeverFits(limit)) => {
+                        assert!(limit.limit < u64::from(length), "{limit}");
+                        refused += 1;
+                    }
+                    Err(error) => panic!("{error}"),
+                }
+                all_free(&engine);
+            }
+        }
+        assert!(refused > 10, "{layout}");
+    }
+}
+
+#[test]
+fn a_full_queue_refuses_at_once_and_forgets_who_left() {
+    let config = EngineConfig { pool_tokens: 64, max_queued: 3, ..config("tp=1") };
+    let engine = start(&config);
+    let held = engine.reserve(key(0), full(40, 24)).unwrap().wait().unwrap();
+    let mut waiting: Vec<_> = (1..4).map(|n| engine.reserve(key(n), full(40, 24)).unwrap()).collect();
+    let error = engine.generate(full(1, 1)).unwrap_err();
+    assert_eq!(error, EngineError::QueueFull { limit: 3 });
+    assert_eq!(error.blame(), Blame::Environment);
+    // A refusal for good comes first, and a duplicate leaves no trace.
+    assert!(matches!(engine.generate(full(64, 1)), Err(EngineError::NeverFits(_))));
+    drop(waiting.pop());
+    wait_for(&engine, |s| s.queued == 2);
+    waiting.push(engine.reserve(key(9), full(40, 24)).unwrap());
+    assert!(engine.generate(full(1, 1)).is_err());
+    drop(held);
+    for answer in waiting {
+        drop(answer.wait().unwrap());
+    }
+    all_free(&engine);
+    assert_eq!(outcome(engine.generate(full(1, 2)).unwrap()).0.len(), 2);
 }
 
 #[test]

@@ -17,6 +17,7 @@
 extern crate alloc;
 
 mod assembly;
+mod capacity;
 mod cover;
 mod coverage;
 mod descriptor;
@@ -39,6 +40,7 @@ mod tokens;
 mod unsupported;
 
 pub use assembly::Assembly;
+pub use capacity::{Capacity, Fit, Hold, Limit};
 pub use cover::{Cover, Covered};
 pub use coverage::{Accepted, Coverage, CoverageError};
 pub use descriptor::{Descriptor, Mismatch, PROTOCOL};

@@ -2,7 +2,7 @@
 
 use std::{fmt, net::SocketAddr, str::FromStr};
 
-use kvferry_plan::{Blame, Descriptor, Incarnation, InstanceId, RankId};
+use kvferry_plan::{Blame, Capacity, Descriptor, Incarnation, InstanceId, RankId};
 use serde::{Deserialize, Serialize};
 
 /// What an instance does. Other roles may come.
@@ -50,6 +50,9 @@ pub struct Member {
     pub descriptor: Descriptor,
     /// Data plane endpoints, such as `tcp://127.0.0.1:4711`.
     pub transports: Vec<String>,
+    /// What it can hold, if it says so.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub capacity: Option<Capacity>,
 }
 
 impl Member {

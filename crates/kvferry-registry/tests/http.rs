@@ -37,6 +37,7 @@ fn member(started_ms: u64) -> Member {
             shape,
         },
         transports: vec!["shm:///tmp/x".into()],
+        capacity: None,
     }
 }
 

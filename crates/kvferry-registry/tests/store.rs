@@ -30,6 +30,7 @@ fn member(name: &str, started_ms: u64, ranks: u32) -> Member {
             shape,
         },
         transports: vec!["tcp://127.0.0.1:9002".into()],
+        capacity: None,
     }
 }
 

@@ -168,6 +168,7 @@ impl Instance {
             hosts: None,
             descriptor: engine.descriptor(),
             transports: node.transports().into_iter().map(|(_, endpoint)| endpoint).collect(),
+            capacity: Some(engine.capacity().clone()),
         };
         let registration = registry.keep(member);
         let shared = Arc::new(Shared {

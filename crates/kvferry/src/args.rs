@@ -174,6 +174,7 @@ impl EngineArgs {
             chunk: self.chunk,
             max_model_len: self.max_model_len,
             pool_tokens: self.pool_tokens.unwrap_or(pool_tokens),
+            ..EngineConfig::default()
         }
     }
 

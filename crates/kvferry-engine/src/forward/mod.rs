@@ -22,7 +22,6 @@ pub(crate) use batch::{Outcome, Piece};
 use crate::{
     EngineConfig, EngineError, Model, Rows,
     math::RopeTable,
-    pages,
     pool::Pool,
     ranks::Ranks,
     shares::{self, Share, Totals},
@@ -56,16 +55,15 @@ impl Forward {
         if let Some(part) = placement.parts.iter().find(|p| !matches!(p.dtype, Dtype::F32 | Dtype::Bf16)) {
             return Err(EngineError::Layout(format!("kv={} is not built yet; use f32 or bf16", part.dtype)));
         }
-        let pages =
-            pages::pages_for(&placement, config.pool_tokens).filter(|pages| *pages > 0).ok_or_else(|| {
-                EngineError::Config(format!(
-                    "pool-tokens={}: a pool holds at least 1 token and less than 2^32 pages",
-                    config.pool_tokens
-                ))
-            })?;
+        let pages = placement.pages_for(config.pool_tokens).filter(|pages| *pages > 0).ok_or_else(|| {
+            EngineError::Config(format!(
+                "pool-tokens={}: a pool holds at least 1 token and less than 2^32 pages",
+                config.pool_tokens
+            ))
+        })?;
         // No token that is served has a later position: there is no page for it.
         let longest = config.max_model_len.unwrap_or(u32::MAX).min(model.config().max_position);
-        let longest = u64::from(longest).min(pages::tokens_for(&placement, pages));
+        let longest = u64::from(longest).min(placement.tokens_for(pages));
         let pools = (0..placement.ranks())
             .map(|rank| Pool::new(&shape, &placement, RankId(rank), pages))
             .collect::<Result<_, _>>()?;

@@ -11,7 +11,7 @@ use super::*;
 use crate::{
     Attention, LoadOptions, Rows,
     math::Arith,
-    pages::{Lease, Pages, pages_for},
+    pages::{Lease, Pages},
 };
 
 /// What `logits.safetensors` and `tokens.json` say of one prompt.
@@ -48,7 +48,7 @@ struct Sequence {
 impl Sequence {
     fn new(forward: &Forward, pages: &mut Pages, prompt: &[u32], extra: usize, chunk: usize) -> Self {
         let tokens = (prompt.len() + extra) as u64;
-        let lease = pages.take(pages_for(forward.placement(), tokens).unwrap()).unwrap();
+        let lease = pages.take(forward.placement().pages_for(tokens).unwrap()).unwrap();
         Self { lease, prompt: prompt.to_vec(), chunk, filled: 0, logits: Vec::new() }
     }
 
