@@ -9,10 +9,10 @@ use std::{
     },
 };
 
-use kvferry_plan::Mismatch;
+use kvferry_plan::{Incarnation, Mismatch};
 use kvferry_session::{
-    Heartbeat, MAX_HELLO, MAX_MESSAGE, Message, Pairing, PairingError, Peer, Refuse, Side, WireError, decode,
-    encode, frame_len,
+    Abort, Cause, CauseKind, Heartbeat, MAX_HELLO, MAX_MESSAGE, Message, Open, Pairing, PairingError, Peer,
+    Refuse, Side, WireError, decode, encode, frame_len,
 };
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt, BufReader},
@@ -87,8 +87,18 @@ pub(crate) enum News {
     Said(Message),
     /// The peer takes no new rooms.
     Leaving,
-    /// The last news.
-    Gone(Gone),
+    /// The peer does not fit, and names a room that it will therefore not open.
+    Declined(Abort),
+    /// The last news, and a way to say something last.
+    Gone(Gone, Option<LastWords>),
+}
+
+/// The way to a peer that does not fit, for as long as it takes to name the rooms that come to nothing.
+#[derive(Debug)]
+pub(crate) struct LastWords {
+    /// The start that answered, which may be another one than was asked for.
+    pub(crate) to: Incarnation,
+    pub(crate) outbox: Outbox,
 }
 
 /// Messages on their way to one peer, bounded by bytes. Dropping it closes the connection after what is queued has
@@ -197,7 +207,7 @@ impl Connection {
             Ok(Err(reason)) => reason,
             Err(_) => format!("no answer within {bound:?}"),
         };
-        self.tell(News::Gone(Gone::Unreachable(reason))).await;
+        self.tell(News::Gone(Gone::Unreachable(reason), None)).await;
     }
 
     /// Serves the connection. Its last word to the core is how it ended.
@@ -206,34 +216,90 @@ impl Connection {
         let (read, mut write) = stream.into_split();
         let mut read = BufReader::with_capacity(64 << 10, read);
         let bound = self.shared.limits.handshake;
+        let mut from = None;
         let greeted = tokio::select! {
             () = self.cancel.cancelled() => Err(Gone::Lost("closed here".into())),
-            greeted = timeout(bound, self.greet(&mut read, &mut write)) => {
+            greeted = timeout(bound, self.greet(&mut read, &mut write, &mut from)) => {
                 greeted.unwrap_or_else(|_| Err(Gone::Broken("silent", format!("no hello within {bound:?}"))))
             }
         };
-        let gone = match greeted {
-            Ok(peer) => self.serve(peer, read, write).await,
-            Err(gone) => gone,
+        let gone = match (greeted, from) {
+            (Ok(peer), _) => self.serve(peer, read, write).await,
+            (Err(Gone::Refused(mismatch)), Some(to)) if self.side == Side::Target => {
+                return self.part(mismatch, to, read, write).await;
+            }
+            (Err(Gone::Refused(mismatch)), _) => {
+                tokio::select! {
+                    () = self.cancel.cancelled() => {}
+                    _ = timeout(bound, self.hear_out(&mismatch, &mut read)) => {}
+                }
+                Gone::Refused(mismatch)
+            }
+            (Err(gone), _) => gone,
         };
-        self.tell(News::Gone(gone)).await;
+        self.tell(News::Gone(gone, None)).await;
+    }
+
+    /// Target: leaves a peer that does not fit, after naming the rooms that were to come from it, so that it does not
+    /// keep them for us.
+    async fn part(
+        &self,
+        mismatch: Mismatch,
+        to: Incarnation,
+        mut read: BufReader<OwnedReadHalf>,
+        write: OwnedWriteHalf,
+    ) {
+        let (queue, messages) = mpsc::unbounded_channel();
+        let queued = Arc::new(AtomicUsize::new(0));
+        let bound = self.shared.limits.outbox;
+        let outbox = Outbox { queue, queued: queued.clone(), bound, cancel: self.cancel.clone() };
+        self.tell(News::Gone(Gone::Refused(mismatch), Some(LastWords { to, outbox }))).await;
+        let say = async {
+            // Until the core has said what it has to say.
+            Self::write(write, messages, &queued).await;
+            // To close while something is unread would throw away what is still on its way to the peer.
+            tokio::io::copy(&mut read, &mut tokio::io::sink()).await.ok();
+        };
+        tokio::select! {
+            () = self.cancel.cancelled() => {}
+            _ = timeout(self.shared.limits.handshake, say) => {}
+        }
+    }
+
+    /// Source: hears from a peer that does not fit which rooms come to nothing.
+    async fn hear_out(&self, mismatch: &Mismatch, read: &mut BufReader<OwnedReadHalf>) {
+        for _ in 0..self.shared.limits.rooms.waiting {
+            let abort = match receive(read, MAX_MESSAGE).await {
+                Ok(Message::Abort(abort)) => abort,
+                // It has not noticed yet that we do not fit.
+                Ok(Message::Open(Open { head, .. })) => {
+                    Abort { head, cause: Cause::new(CauseKind::Incompatible, Side::Target, mismatch) }
+                }
+                Ok(_) => continue,
+                Err(_) => return,
+            };
+            self.tell(News::Declined(abort)).await;
+        }
     }
 
     async fn greet(
         &self,
         read: &mut BufReader<OwnedReadHalf>,
         write: &mut OwnedWriteHalf,
+        from: &mut Option<Incarnation>,
     ) -> Result<Peer, Gone> {
         let expected = self.expected.as_ref().map(|e| (e.instance.clone(), e.incarnation));
         let pairing = Pairing::new(self.shared.hello.clone(), self.side, expected);
         write.write_all(&encode(&pairing.hello())?).await?;
         let first = receive(read, MAX_HELLO).await?;
+        if let Message::Hello(hello) = &first {
+            *from = Some(hello.incarnation);
+        }
         match pairing.answer(first) {
             Ok(peer) => Ok(peer),
             Err(error) => {
                 if let Some(refusal) = error.refusal() {
                     write.write_all(&encode(&refusal)?).await?;
-                    write.shutdown().await?;
                 }
                 tracing::info!(%error, "not paired");
                 Err(match error {
@@ -271,7 +337,7 @@ impl Connection {
     }
 
     async fn read(&self, mut read: BufReader<OwnedReadHalf>, heard: &AtomicBool) -> Gone {
-        let mut left = None;
+        let (mut left, mut refused) = (None, None);
         loop {
             let message = receive(&mut read, MAX_MESSAGE).await;
             heard.store(true, Ordering::Relaxed);
@@ -281,13 +347,19 @@ impl Connection {
                     self.tell(News::Leaving).await;
                 }
                 Ok(Message::Refuse(Refuse { mismatch: Mismatch { field, ours, theirs } })) => {
-                    return Gone::Refused(Mismatch { field, ours: theirs, theirs: ours });
+                    let mismatch = Mismatch { field, ours: theirs, theirs: ours };
+                    if self.side == Side::Target {
+                        return Gone::Refused(mismatch);
+                    }
+                    // The rooms that come to nothing follow, and then the end.
+                    refused = Some(mismatch);
                 }
                 Ok(message) => self.tell(News::Said(message)).await,
                 Err(gone) => {
-                    return match (left, gone) {
-                        (Some(reason), Gone::Lost(_)) => Gone::Lost(format!("the peer left: {reason}")),
-                        (_, gone) => gone,
+                    return match (refused, left, gone) {
+                        (Some(mismatch), ..) => Gone::Refused(mismatch),
+                        (_, Some(reason), Gone::Lost(_)) => Gone::Lost(format!("the peer left: {reason}")),
+                        (.., gone) => gone,
                     };
                 }
             }

@@ -24,6 +24,9 @@ pub enum NodeError {
         /// What the system says.
         source: std::io::Error,
     },
+    /// The system has no randomness to draw an incarnation from.
+    #[error("no randomness for this start's incarnation: {0}")]
+    Nonce(String),
     /// A transport does not start.
     #[error("transport {kind}: {source}")]
     Transport {
@@ -40,7 +43,7 @@ impl NodeError {
     pub fn blame(&self) -> Blame {
         match self {
             Self::NotLoopback(_) | Self::Config(_) => Blame::Caller,
-            Self::Bind { .. } => Blame::Environment,
+            Self::Bind { .. } | Self::Nonce(_) => Blame::Environment,
             Self::Transport { source, .. } => source.blame(),
         }
     }

@@ -36,9 +36,11 @@ pub struct Ledger {
     pub completed: u64,
     /// Rooms that failed since the start, by kind of cause.
     pub failed: BTreeMap<String, u64>,
-    /// Control connections that ended since the start because the other end broke the protocol, by how: `length`
-    /// (absurd), `malformed`, `cut` (inside a message), `silent` (no hello), `hello` (something else came first),
-    /// `full` (too many connections).
+    /// Connections that ended since the start because the other end broke the protocol, by how. Control connections:
+    /// `length` (absurd), `malformed`, `cut` (inside a message), `silent` (no hello), `hello` (something else came
+    /// first), `full` (too many connections). Connections to a transport, with its name in front, as in
+    /// `tcp.malformed`: `length`, `malformed`, `cut`, `stalled` (nothing came where something was due),
+    /// `turned_away` (too many connections, meant for another start, or from another user).
     pub broken: BTreeMap<String, u64>,
     /// Peers refused since the start, by field.
     pub refused: BTreeMap<String, u64>,

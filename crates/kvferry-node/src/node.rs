@@ -1,7 +1,6 @@
 //! The node: a control plane, transports and rooms of one process.
 
 use std::{
-    hash::{BuildHasher, Hasher, RandomState},
     net::SocketAddr,
     sync::{
         Arc, Mutex, PoisonError,
@@ -11,8 +10,8 @@ use std::{
 };
 
 use kvferry_arena::Memory;
-use kvferry_plan::{Incarnation, InstanceId, RankId};
-use kvferry_session::{Capabilities, Endpoint, Hello};
+use kvferry_plan::{Incarnation, InstanceId, RankId, RoomKey};
+use kvferry_session::{Capabilities, Cause, Endpoint, Hello};
 use kvferry_transport::{Registration, Setup, TransportKind};
 use tokio::sync::mpsc;
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
@@ -51,7 +50,7 @@ impl Node {
             return Err(NodeError::Config("a node is started on a tokio runtime".into()));
         }
         let pages = check(&config)?;
-        let incarnation = config.incarnation.unwrap_or_else(draw);
+        let incarnation = config.incarnation.map_or_else(draw, Ok)?;
         let transports = start_transports(&config, incarnation)?;
 
         let listener = std::net::TcpListener::bind(bind)
@@ -151,6 +150,22 @@ impl Node {
         handle
     }
 
+    /// Target: this node will not ask for a room that a peer may be computing, and never again under this key. The
+    /// peer's processes are told at once, or as soon as they are connected, so that the room ends there with this
+    /// `cause` and does not wait for a reader. Best effort: a peer that cannot be reached within
+    /// [`crate::Limits::handshake`] is not told and has its own limit. Does not wait. Without effect on a room that is
+    /// or was received here.
+    pub fn decline(&self, key: RoomKey, peers: Vec<PeerAddr>, cause: Cause) {
+        let serial = self.serial.fetch_add(1, Ordering::Relaxed);
+        self.events.send(Event::Decline { key, serial, peers, cause }).ok();
+    }
+
+    /// Source: this node will not compute a room that a peer may have opened already. Whoever waits for it is told the
+    /// `cause`, now and later. Without effect on a room that is or was sent here.
+    pub fn withhold(&self, key: RoomKey, cause: Cause) {
+        self.events.send(Event::Withhold { key, cause }).ok();
+    }
+
     /// What the node holds.
     #[must_use]
     pub fn ledger(&self) -> Ledger {
@@ -163,6 +178,9 @@ impl Node {
             ledger.accepted += stats.connections;
             ledger.faults += stats.faults;
             ledger.landed.0 += stats.landed.0;
+            for (how, n) in stats.ended() {
+                *ledger.broken.entry(format!("{}.{how}", transport.name())).or_default() += n;
+            }
         }
         ledger
     }
@@ -240,11 +258,9 @@ fn start_transports(config: &NodeConfig, incarnation: Incarnation) -> Result<Vec
     Ok(started)
 }
 
-/// A new start: its time orders restarts, its nonce tells two of one millisecond apart.
-fn draw() -> Incarnation {
+/// A new start: its time orders restarts, its nonce tells two of one millisecond apart and cannot be guessed.
+fn draw() -> Result<Incarnation, NodeError> {
     let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-    Incarnation {
-        started_ms: u64::try_from(since.as_millis()).unwrap_or(u64::MAX),
-        nonce: RandomState::new().build_hasher().finish(),
-    }
+    let nonce = getrandom::u64().map_err(|error| NodeError::Nonce(error.to_string()))?;
+    Ok(Incarnation { started_ms: u64::try_from(since.as_millis()).unwrap_or(u64::MAX), nonce })
 }

@@ -7,7 +7,8 @@ use std::time::Duration;
 
 use common::*;
 use kvferry_node::{
-    CauseKind, Limits, Node, NodeError, PeerAddr, Prompt, Receive, RoomError, SourceRoom, TransportKind,
+    Cause, CauseKind, Limits, Node, NodeError, PeerAddr, Prompt, Receive, RoomError, Side, SourceHandle,
+    SourceRoom, TransportKind,
 };
 use kvferry_plan::{Blame, CacheShape, Dtype, Incarnation, InstanceId, TokenRange};
 use tokio::{
@@ -152,7 +153,7 @@ async fn a_peer_that_does_not_read_loses_its_own_rooms_only() {
         incarnation: ours,
         descriptor: deaf.descriptor,
         pages: 64,
-        transports: vec![Endpoint { name: "shm".into(), address: "shm:///nowhere".into() }],
+        transports: vec![Endpoint { name: "shm".into(), address: "shm://@nowhere".into() }],
         hosts: None,
     });
     let head = |n| Head {
@@ -328,4 +329,167 @@ async fn a_request_for_another_prompt_is_refused_on_both_sides() {
     }
     quiet(&source).await;
     quiet(&target).await;
+}
+
+/// A pair that does not fit is found by decode; prefill's room must not wait for a reader that will never come.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_refused_pair_ends_the_room_on_both_sides_with_the_field() {
+    let source = start(&prefill());
+    let bad = [
+        ("model", Recipe { model: "another", ..decode("bad") }),
+        ("key.dtype", Recipe { kv: Dtype::F32, ..decode("bad") }),
+        ("transports", Recipe { transports: vec![TransportKind::Shm], ..decode("bad") }),
+    ];
+    for (n, (field, recipe)) in (0..).zip(bad) {
+        let bad = start(&recipe);
+        for (at, prefill_first) in [(2 * n, true), (2 * n + 1, false)] {
+            let key = room(at);
+            let early = prefill_first.then(|| source.send(key, 40));
+            if let Some(sending) = &early {
+                compute_and_send(&source, sending, 40, 16);
+            }
+            let error = within(BOUND, bad.receive(key, 40, &source).outcome()).await.unwrap_err();
+            assert_eq!(error.field(), Some(field), "{error}");
+            if early.is_none() {
+                soon(async {
+                    while source.node.ledger().tombstones <= at as u64 {
+                        tokio::time::sleep(Duration::from_millis(5)).await;
+                    }
+                })
+                .await;
+            }
+            let sending = early.unwrap_or_else(|| source.send(key, 40));
+            let error = within(BOUND, sending.outcome()).await.unwrap_err();
+            let RoomError::Ended { cause, .. } = &error else { panic!("{error}") };
+            assert_eq!(cause.kind, CauseKind::Incompatible, "{error}");
+            assert!(cause.text.contains(&format!("`{field}`")), "{error}");
+            assert_eq!(error.blame(), Blame::PeerIncompatible);
+        }
+    }
+    quiet(&source).await;
+}
+
+/// Far below the limit for a reader to come.
+const BOUND: Duration = Duration::from_secs(4);
+
+/// Decode was told an old address: whoever answers there now has the room, and hears that it will not be asked for.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_room_at_a_restarted_prefill_ends_when_decode_asks_for_the_old_one() {
+    let source = start(&prefill());
+    let target = start(&decode("decode"));
+    let old = PeerAddr { incarnation: Incarnation { started_ms: 1, nonce: 2 }, ..source.node.addr() };
+    let other = PeerAddr { instance: InstanceId("prefill-9".into()), ..source.node.addr() };
+    for (n, field, peer) in [(1, "incarnation", old), (2, "instance", other)] {
+        let sending = source.send(room(n), 40);
+        compute_and_send(&source, &sending, 40, 40);
+        let receiving = target.receive_from(room(n), 40, vec![peer]);
+        assert_eq!(within(BOUND, receiving.outcome()).await.unwrap_err().field(), Some(field));
+        let error = within(BOUND, sending.outcome()).await.unwrap_err();
+        assert!(error.to_string().contains(field), "{error}");
+    }
+    let (sent, received) = hand_over(&source, &target, room(3), 40, 16).await;
+    sent.unwrap();
+    received.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_declined_room_ends_at_its_source_and_a_live_one_does_not() {
+    let source = start(&prefill());
+    let target = start(&decode("decode"));
+    let declined = |n| {
+        let cause = Cause::new(CauseKind::Aborted, Side::Target, "the prompt is too long for decode");
+        target.node.decline(room(n), vec![source.node.addr()], cause);
+    };
+    let told = async |sending: SourceHandle| {
+        let error = within(BOUND, sending.outcome()).await.unwrap_err();
+        assert!(error.to_string().contains("too long for decode"), "{error}");
+        assert_eq!(error.blame(), Blame::Caller);
+    };
+    // Without a connection, and with one.
+    for n in [1, 2] {
+        let sending = source.send(room(n), 40);
+        compute_and_send(&source, &sending, 40, 40);
+        declined(n);
+        told(sending).await;
+    }
+    // Before prefill knows of it.
+    let ended = source.node.ledger().tombstones;
+    declined(3);
+    soon(async {
+        while source.node.ledger().tombstones == ended {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    })
+    .await;
+    told(source.send(room(3), 40)).await;
+    // It is over at decode too.
+    let again = soon(target.receive(room(3), 40, &source).outcome()).await.unwrap_err();
+    assert!(matches!(again, RoomError::Rejected { .. }), "{again}");
+
+    // A duplicate of a room that is received, or was, is no reason to end it.
+    let (sending, receiving) = (source.send(room(4), 40), target.receive(room(4), 40, &source));
+    declined(4);
+    compute_and_send(&source, &sending, 40, 16);
+    soon(receiving.outcome()).await.unwrap();
+    soon(sending.outcome()).await.unwrap();
+    declined(4);
+    quiet(&source).await;
+    quiet(&target).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_withheld_room_ends_at_whoever_has_opened_it() {
+    let source = start(&prefill());
+    let target = start(&decode("decode"));
+    let cause = Cause::new(CauseKind::Unavailable, Side::Source, "the queue is full");
+    let waits = target.receive(room(1), 40, &source);
+    soon(async {
+        while source.node.ledger().waiting == 0 {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    })
+    .await;
+    source.node.withhold(room(1), cause.clone());
+    source.node.withhold(room(2), cause.clone());
+    for receiving in [waits, target.receive(room(2), 40, &source)] {
+        let error = within(BOUND, receiving.outcome()).await.unwrap_err();
+        assert!(error.to_string().contains("the queue is full"), "{error}");
+        assert_eq!(error.blame(), Blame::Environment);
+    }
+    let (sending, receiving) = (source.send(room(3), 40), target.receive(room(3), 40, &source));
+    source.node.withhold(room(3), cause);
+    compute_and_send(&source, &sending, 40, 16);
+    soon(receiving.outcome()).await.unwrap();
+    soon(sending.outcome()).await.unwrap();
+    quiet(&source).await;
+    quiet(&target).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn strangers_on_the_data_port_are_counted_by_cause() {
+    let target = start(&decode("decode"));
+    let source = start(&prefill());
+    let (_, endpoint) = target.node.transports().remove(0);
+    let at = endpoint.strip_prefix("tcp://").unwrap();
+    let absurd = [&b"kvferry\x01"[..], &[0xff; 4]].concat();
+    let half = [&b"kvferry\x01"[..], &[20, 0]].concat();
+    for junk in [&b"GET / HTTP/1.1\r\n\r\n"[..], &[0xff; 64], &absurd, &half] {
+        let mut stranger = TcpStream::connect(at).await.unwrap();
+        stranger.write_all(junk).await.unwrap();
+        if junk.len() < 12 {
+            stranger.shutdown().await.unwrap();
+        }
+        soon(stranger.read_to_end(&mut Vec::new())).await.ok();
+    }
+    let counted = [("tcp.cut", 1), ("tcp.length", 1), ("tcp.malformed", 2)];
+    let counted = counted.map(|(how, n)| (how.to_owned(), n)).into();
+    soon(async {
+        while target.node.ledger().broken != counted {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    })
+    .await;
+    let (sent, received) = hand_over(&source, &target, room(1), 30, 30).await;
+    sent.unwrap();
+    received.unwrap();
 }

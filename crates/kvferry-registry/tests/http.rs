@@ -36,7 +36,7 @@ fn member(started_ms: u64) -> Member {
             placement: Placement::single(&shape, 16, Dtype::Bf16),
             shape,
         },
-        transports: vec!["shm:///tmp/x".into()],
+        transports: vec!["shm://@x".into()],
         capacity: None,
     }
 }

@@ -59,12 +59,14 @@ pub enum CauseKind {
     Unavailable,
     /// The two sides were asked for different things.
     Mismatch,
+    /// The two instances cannot serve each other; the text names the field.
+    Incompatible,
     /// A kind that only a later version knows.
     Other,
 }
 
 impl CauseKind {
-    const ALL: [Self; 10] = [
+    const ALL: [Self; 11] = [
         Self::Other,
         Self::Aborted,
         Self::Lost,
@@ -75,6 +77,7 @@ impl CauseKind {
         Self::Unknown,
         Self::Unavailable,
         Self::Mismatch,
+        Self::Incompatible,
     ];
 }
 
@@ -108,7 +111,19 @@ pub struct Cause {
     pub at: Side,
     /// What happened, with the numbers.
     #[n(2)]
+    #[cbor(decode_with = "short")]
     pub text: String,
+}
+
+/// A text that somebody else chose: kept as short as our own.
+fn short<C>(d: &mut minicbor::Decoder<'_>, _: &mut C) -> Result<String, minicbor::decode::Error> {
+    Ok(cut(d.str()?).into())
+}
+
+/// The beginning of a text, of a sane length.
+fn cut(text: &str) -> &str {
+    let end = (0..=Cause::MAX_TEXT.min(text.len())).rev().find(|&i| text.is_char_boundary(i));
+    &text[..end.unwrap_or(0)]
 }
 
 impl Cause {
@@ -119,10 +134,7 @@ impl Cause {
     #[must_use]
     pub fn new(kind: CauseKind, at: Side, text: impl fmt::Display) -> Self {
         let mut text = text.to_string();
-        if text.len() > Self::MAX_TEXT {
-            let end = (0..=Self::MAX_TEXT).rev().find(|&i| text.is_char_boundary(i)).unwrap_or(0);
-            text.truncate(end);
-        }
+        text.truncate(cut(&text).len());
         Self { kind, at, text }
     }
 
@@ -132,6 +144,7 @@ impl Cause {
         match self.kind {
             CauseKind::Aborted | CauseKind::Mismatch => Blame::Caller,
             CauseKind::Unavailable => Blame::Environment,
+            CauseKind::Incompatible => Blame::PeerIncompatible,
             _ if self.at == side => Blame::Us,
             _ => Blame::PeerMisbehaved,
         }
@@ -150,6 +163,7 @@ impl fmt::Display for Cause {
             CauseKind::Unknown => "room not known at",
             CauseKind::Unavailable => "not available:",
             CauseKind::Mismatch => "refused, not the request of",
+            CauseKind::Incompatible => "not paired with",
             CauseKind::Other => "failed at",
         };
         write!(f, "{what} {}: {}", self.at, self.text)

@@ -7,7 +7,7 @@ use core::time::Duration;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limits {
     /// For the other side to join: a room whose decode never opens it, an open for a room that prefill does not
-    /// know yet.
+    /// know yet. The last resort: a decode that will not open a room says so.
     pub join: Duration,
     /// For the engine to compute the next chunk, its queue included.
     pub compute: Duration,
@@ -28,7 +28,7 @@ pub struct Limits {
 impl Default for Limits {
     fn default() -> Self {
         Self {
-            join: Duration::from_secs(30),
+            join: Duration::from_secs(10),
             compute: Duration::from_secs(600),
             transfer: Duration::from_secs(10),
             lease: Duration::from_secs(5),

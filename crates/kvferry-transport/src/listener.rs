@@ -146,7 +146,11 @@ impl Shared {
                     add(&counters.malformed, 1);
                     tracing::warn!(what, "a connection was ended");
                 }
-                Err(Lost::Cut) => add(&counters.malformed, 1),
+                Err(Lost::Length(what)) => {
+                    add(&counters.length, 1);
+                    tracing::warn!(what, "a connection was ended");
+                }
+                Err(Lost::Cut) => add(&counters.cut, 1),
                 Err(Lost::Stalled(_)) => add(&counters.stalled, 1),
                 Ok(()) | Err(Lost::Closed | Lost::Io(_)) => {}
             }

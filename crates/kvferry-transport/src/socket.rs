@@ -31,6 +31,8 @@ pub(crate) enum Lost {
     Cut,
     /// It said something that is no message.
     Malformed(&'static str),
+    /// It announced something of a length that nothing has.
+    Length(&'static str),
     /// Nothing moved for this long.
     Stalled(Duration),
     /// Something else.
@@ -44,7 +46,9 @@ impl Lost {
         let reason = match self {
             Self::Closed => "it closed the connection".into(),
             Self::Cut => "it closed the connection in the middle of a message".into(),
-            Self::Malformed(what) => return TransportError::Protocol { endpoint, reason: what.into() },
+            Self::Malformed(what) | Self::Length(what) => {
+                return TransportError::Protocol { endpoint, reason: what.into() };
+            }
             Self::Stalled(waited) => return TransportError::Stalled { endpoint, waited },
             Self::Io(error) => error.to_string(),
         };
@@ -148,7 +152,7 @@ impl Socket {
     ) -> Result<T, Lost> {
         let mut len = [0; 4];
         self.fill_until(&mut len, false, deadline)?;
-        let len = wire::message_len(len).ok_or(Lost::Malformed("a message of an impossible length"))?;
+        let len = wire::message_len(len).ok_or(Lost::Length("a message of an impossible length"))?;
         let mut bytes = vec![0; len];
         self.fill_until(&mut bytes, false, deadline)?;
         wire::decode(&bytes).ok_or(Lost::Malformed("a message that cannot be decoded"))

@@ -29,10 +29,14 @@ pub struct TransportStats {
     pub dropped: Bytes,
     /// Connections ended because the other end did not speak the protocol, in the hello or later.
     pub malformed: u64,
+    /// Connections ended because the other end announced an absurd length.
+    pub length: u64,
+    /// Connections that the other end closed in the middle of a message.
+    pub cut: u64,
     /// Connections ended because the other end stalled.
     pub stalled: u64,
-    /// Connections turned away because too many were open, or because they were meant for another start of this
-    /// process.
+    /// Connections turned away because too many were open, because they were meant for another start of this process
+    /// or, on `shm`, because another user's process opened them.
     pub turned_away: u64,
     /// Faults injected.
     pub faults: u64,
@@ -46,6 +50,21 @@ pub struct TransportStats {
     pub jobs: u64,
 }
 
+impl TransportStats {
+    /// Connections that were ended because of the other end, by cause, without those that never happened.
+    pub fn ended(&self) -> impl Iterator<Item = (&'static str, u64)> {
+        [
+            ("cut", self.cut),
+            ("length", self.length),
+            ("malformed", self.malformed),
+            ("stalled", self.stalled),
+            ("turned_away", self.turned_away),
+        ]
+        .into_iter()
+        .filter(|(_, n)| *n > 0)
+    }
+}
+
 /// The counters behind [`TransportStats`].
 #[derive(Debug, Default)]
 pub(crate) struct Counters {
@@ -56,6 +75,8 @@ pub(crate) struct Counters {
     pub(crate) refused: [AtomicU64; Refusal::ALL.len()],
     pub(crate) dropped: AtomicU64,
     pub(crate) malformed: AtomicU64,
+    pub(crate) length: AtomicU64,
+    pub(crate) cut: AtomicU64,
     pub(crate) stalled: AtomicU64,
     pub(crate) turned_away: AtomicU64,
     pub(crate) faults: AtomicU64,
@@ -89,6 +110,8 @@ impl Counters {
                 .collect(),
             dropped: Bytes(at(&self.dropped)),
             malformed: at(&self.malformed),
+            length: at(&self.length),
+            cut: at(&self.cut),
             stalled: at(&self.stalled),
             turned_away: at(&self.turned_away),
             faults: at(&self.faults),

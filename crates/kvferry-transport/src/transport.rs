@@ -84,7 +84,7 @@ pub trait Transport: Send + Sync + fmt::Debug {
     /// Who executes jobs and opens links.
     fn mover(&self) -> Mover;
 
-    /// Where peers reach this end: `tcp://127.0.0.1:4711`, `shm:///tmp/x/sock`, `mem://3`.
+    /// Where peers reach this end: `tcp://127.0.0.1:4711`, `shm://@kvferry-7-2a-0`, `mem://3`.
     fn endpoint(&self) -> String;
 
     /// Makes the memory of a local rank known, for both roles. Once per rank.

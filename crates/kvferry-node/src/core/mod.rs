@@ -23,7 +23,7 @@ use self::{source::SourceEntry, target::TargetEntry};
 use crate::{
     Ledger, PeerAddr, Receipt, Receive, SourceReceipt, SourceRoom,
     config::Limits,
-    connection::{ConnId, Gone, News, Outbox, Remote},
+    connection::{ConnId, Gone, LastWords, News, Outbox, Remote},
     lane::Lane,
     room::Slot,
 };
@@ -114,6 +114,16 @@ pub(crate) enum Event {
         room: Receive,
         serial: u64,
         slot: Slot<Receipt>,
+    },
+    Decline {
+        key: RoomKey,
+        serial: u64,
+        peers: Vec<PeerAddr>,
+        cause: Cause,
+    },
+    Withhold {
+        key: RoomKey,
+        cause: Cause,
     },
     Abort {
         side: Side,
@@ -246,6 +256,8 @@ impl Core {
         match event {
             Event::Send { room, serial, slot } => self.send(room, serial, slot),
             Event::Receive { room, serial, slot } => self.receive(room, serial, slot),
+            Event::Decline { key, serial, peers, cause } => self.decline(key, serial, &peers, &cause),
+            Event::Withhold { key, cause } => self.withhold(key, &cause),
             Event::Chunk { key, serial, tokens } => self.chunk(key, serial, tokens),
             Event::Finish { key, serial, first, at } => {
                 self.source(key, Some(serial), |e, _| e.each(|room| room.finish(first, at)));
@@ -298,7 +310,9 @@ impl Core {
                 }
             }
             News::Said(message) => self.said(id, message),
-            News::Gone(gone) => self.gone(id, &gone),
+            News::Declined(abort) if abort.head.to == self.shared.hello.incarnation => self.declined(&abort),
+            News::Declined(_) => tracing::warn!("a room of another start was declined"),
+            News::Gone(gone, last) => self.gone(id, &gone, last),
         }
     }
 
@@ -372,7 +386,7 @@ impl Core {
     }
 
     /// A connection has ended: so have its rooms, and its links are closed.
-    fn gone(&mut self, id: ConnId, gone: &Gone) {
+    fn gone(&mut self, id: ConnId, gone: &Gone, last: Option<LastWords>) {
         match gone {
             Gone::Refused(mismatch) => {
                 *self.shared.ledger().refused.entry(mismatch.field.clone()).or_default() += 1;
@@ -394,8 +408,14 @@ impl Core {
             let peer = self.conns.get(&id).and_then(|c| c.paired.as_ref()).map(|(peer, _)| peer.incarnation);
             self.target(key, None, |e, now| e.peer_gone(id, peer, gone, now));
         }
-        let ended = self.conns.remove(&id).and_then(|conn| conn.paired);
-        if let Some((peer, _)) = ended
+        let conn = self.conns.remove(&id).unwrap_or_default();
+        if let Some(LastWords { to, outbox }) = last {
+            for mut abort in conn.unsaid {
+                abort.head.to = to;
+                outbox.send(&Message::Abort(abort)).ok();
+            }
+        }
+        if let Some((peer, _)) = conn.paired
             && !self
                 .conns
                 .values()

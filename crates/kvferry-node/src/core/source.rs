@@ -4,7 +4,8 @@ use std::{sync::Arc, time::Duration};
 
 use kvferry_plan::{Bytes, PageTable, RoomKey, TokenRange};
 use kvferry_session::{
-    Abort, Action, Cause, CauseKind, Mover, Open, Outcome, PageRef, Peer, Sent, Side, Source, Time, page_span,
+    Abort, Action, Cause, CauseKind, Message, Mover, Open, Outcome, PageRef, Peer, Sent, Side, Source, Time,
+    page_span,
 };
 use kvferry_transport::TransportKind;
 
@@ -184,7 +185,7 @@ impl Core {
         let key = open.head.key;
         let Some(entry) = self.sources.get_mut(&key) else {
             if self.ended_sources.end(key).is_some() {
-                return self.answer(id, &kvferry_session::Message::Open(open), Side::Source);
+                return self.answer(id, &Message::Open(open), Side::Source);
             }
             return self.wait(id, open);
         };
@@ -233,6 +234,37 @@ impl Core {
         if self.waiting_for(key).is_empty() && !self.sources.contains_key(&key) {
             let now = self.now();
             self.ended_sources.bury(key, Some(abort.cause.clone()), now);
+        }
+    }
+
+    /// A peer that does not fit will not open a room. One that somebody reads is not its to end.
+    pub(super) fn declined(&mut self, abort: &Abort) {
+        let key = abort.head.key;
+        match self.sources.get(&key) {
+            Some(entry) if entry.vacant() => {
+                let message = Message::Abort(abort.clone());
+                self.source(key, None, |e, now| e.unread(|room| room.message(&message, now)));
+            }
+            Some(_) => {}
+            None if self.waiting_for(key).is_empty() => {
+                let now = self.now();
+                self.ended_sources.bury(key, Some(abort.cause.clone()), now);
+            }
+            None => {}
+        }
+    }
+
+    /// A room will not be computed here: whoever has opened it is told.
+    pub(super) fn withhold(&mut self, key: RoomKey, cause: &Cause) {
+        if self.sources.contains_key(&key) || self.ended_sources.end(key).is_some() {
+            return;
+        }
+        let now = self.now();
+        self.ended_sources.bury(key, Some(cause.clone()), now);
+        for conn in self.waiting_for(key) {
+            if let Some(Waiting { open, .. }) = self.waiting.remove(&(key, conn)) {
+                self.close_waiting(conn, &open, cause.clone());
+            }
         }
     }
 

@@ -2,10 +2,10 @@
 
 use std::sync::Arc;
 
-use kvferry_plan::{Generation, Incarnation, PageTable, RankId, RoomKey};
+use kvferry_plan::{Generation, Incarnation, Mismatch, PageTable, RankId, RoomKey};
 use kvferry_session::{
-    Abort, Action, Cause, CauseKind, Head, Mover, Outcome, Peer, Received, Side, SourceProcess, Target,
-    TargetRoom, Time,
+    Abort, Action, Cause, CauseKind, Head, Message, Mover, Outcome, Peer, Received, Side, SourceProcess,
+    Target, TargetRoom, Time,
 };
 use kvferry_transport::{Grant, Landed, Refusal, TransportError, TransportKind};
 
@@ -92,7 +92,11 @@ impl TargetEntry {
             }
             (Stage::Open(room, _), gone) => {
                 let process = started.unwrap_or(addr.incarnation);
-                room.peer_lost(process, Cause::new(CauseKind::Lost, Side::Source, gone), now);
+                let kind = match gone {
+                    Gone::Refused(_) => CauseKind::Incompatible,
+                    _ => CauseKind::Lost,
+                };
+                room.peer_lost(process, Cause::new(kind, Side::Source, gone), now);
             }
             (Stage::Over(_), _) => {}
         }
@@ -245,7 +249,7 @@ impl Core {
         match &entry.stage {
             Stage::Over(error) => {
                 let error = error.clone();
-                self.say_later(&entry, &error);
+                self.tell_all(&entry, &error);
                 return self.end_target(&entry, Err(error));
             }
             Stage::Open(room, kind) => {
@@ -261,24 +265,42 @@ impl Core {
         self.targets.insert(key, entry);
     }
 
-    /// Tells the peer of a room that was given up before there was a connection, as soon as there is one.
-    fn say_later(&mut self, entry: &TargetEntry, error: &RoomError) {
-        let RoomError::Ended { key, cause, .. } = error else { return };
+    /// Tells the peers of a room that was never opened.
+    fn tell_all(&mut self, entry: &TargetEntry, error: &RoomError) {
+        let Some(cause) = told(error) else { return };
         for (id, peer) in entry.conns.iter().zip(&entry.asked.peers) {
-            let head = Head {
-                key: *key,
-                generation: Generation(entry.serial),
-                from: self.shared.hello.incarnation,
-                to: peer.incarnation,
-            };
-            let abort = Abort { head, cause: cause.clone() };
-            match self.conns.get_mut(id) {
-                Some(Conn { paired: Some((_, outbox)), .. }) => {
-                    outbox.send(&kvferry_session::Message::Abort(abort)).ok();
-                }
-                Some(conn) => conn.unsaid.push(abort),
-                None => {}
+            self.tell_off(*id, peer, entry.key, entry.serial, &cause);
+        }
+    }
+
+    /// A room will not be asked for: its peers are told.
+    pub(super) fn decline(&mut self, key: RoomKey, serial: u64, peers: &[PeerAddr], cause: &Cause) {
+        if self.draining || self.targets.contains_key(&key) || self.ended_targets.end(key).is_some() {
+            return;
+        }
+        let now = self.now();
+        self.ended_targets.bury(key, Some(cause.clone()), now);
+        for peer in peers {
+            let id = self.dial(peer);
+            self.tell_off(id, peer, key, serial, cause);
+        }
+    }
+
+    /// Gives a room up at a peer, as soon as there is a connection.
+    fn tell_off(&mut self, id: ConnId, peer: &PeerAddr, key: RoomKey, serial: u64, cause: &Cause) {
+        let head = Head {
+            key,
+            generation: Generation(serial),
+            from: self.shared.hello.incarnation,
+            to: peer.incarnation,
+        };
+        let abort = Abort { head, cause: cause.clone() };
+        match self.conns.get_mut(&id) {
+            Some(Conn { paired: Some((_, outbox)), .. }) => {
+                outbox.send(&Message::Abort(abort)).ok();
             }
+            Some(conn) if conn.unsaid.len() < self.shared.limits.rooms.waiting => conn.unsaid.push(abort),
+            _ => {}
         }
     }
 
@@ -431,6 +453,20 @@ fn whole<'a>(peers: &[&'a Arc<Peer>]) -> Result<&'a Arc<Peer>, String> {
         ));
     }
     Ok(first)
+}
+
+/// Why a room was never opened, as its peers are told.
+fn told(error: &RoomError) -> Option<Cause> {
+    Some(match error {
+        RoomError::Ended { cause, .. } => cause.clone(),
+        RoomError::Incompatible { mismatch: Mismatch { field, ours, theirs }, .. } => {
+            let (field, ours, theirs) = (field.clone(), theirs.clone(), ours.clone());
+            Cause::new(CauseKind::Incompatible, Side::Target, Mismatch { field, ours, theirs })
+        }
+        RoomError::Unreachable { .. } => Cause::new(CauseKind::Lost, Side::Source, error),
+        RoomError::Rejected { reason, .. } => Cause::new(CauseKind::Aborted, Side::Target, reason),
+        RoomError::ShutDown => return None,
+    })
 }
 
 fn receipt(

@@ -1,9 +1,10 @@
 //! Shared memory: the target maps the source's sealed arenas read-only and pulls, one sweep over each source page
 //! for all of its ranks.
 //!
-//! The source listens on a socket in a directory that only its user may enter, and passes the descriptors of its
-//! arenas to whoever names its incarnation. The target can read all of the source's pool from then on; it can never
-//! write it. A page that changes its owner while it is read is found out by its generation.
+//! The source listens on an abstract Unix socket, which leaves no file behind however the process ends, and passes the
+//! descriptors of its arenas to whoever runs as the same user and names its incarnation. The target can read all of
+//! the source's pool from then on; it can never write it. A page that changes its owner while it is read is found out
+//! by its generation.
 
 mod fds;
 mod pull;
@@ -12,9 +13,11 @@ mod serve;
 mod tests;
 
 use std::{
-    fs, io,
-    os::unix::{fs::DirBuilderExt, net::UnixListener},
-    path::{Path, PathBuf},
+    io,
+    os::{
+        linux::net::SocketAddrExt,
+        unix::net::{SocketAddr, UnixListener},
+    },
     sync::{
         Arc,
         atomic::{AtomicU64, Ordering},
@@ -22,10 +25,12 @@ use std::{
 };
 
 use kvferry_plan::{Generation, Incarnation, RankId, RoomKey};
-
-use rustix::net::{
-    AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with,
-    sockopt::{Timeout, set_socket_timeout},
+use rustix::{
+    net::{
+        AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with,
+        sockopt::{Timeout, set_socket_timeout, socket_peercred},
+    },
+    process::geteuid,
 };
 
 use crate::{
@@ -36,49 +41,33 @@ use crate::{
 /// An end of the `shm` transport.
 #[derive(Debug)]
 pub struct Shm {
-    directory: Directory,
+    name: String,
     local: Arc<Local>,
     listener: Listener,
 }
 
-/// A private directory that is removed with this value.
-#[derive(Debug)]
-struct Directory(PathBuf);
-
-impl Directory {
-    fn new(setup: &Setup) -> io::Result<Self> {
-        static NEXT: AtomicU64 = AtomicU64::new(0);
-        let number = NEXT.fetch_add(1, Ordering::Relaxed);
-        let name = format!("kvferry-{}-{:x}-{number}", std::process::id(), setup.incarnation.nonce);
-        let path = std::env::temp_dir().join(name);
-        fs::DirBuilder::new().mode(0o700).create(&path)?;
-        Ok(Self(path))
-    }
-
-    fn socket(&self) -> PathBuf {
-        self.0.join("sock")
-    }
-}
-
-impl Drop for Directory {
-    fn drop(&mut self) {
-        let _ = fs::remove_dir_all(&self.0);
-    }
+/// A name that no other end has.
+fn fresh_name(setup: &Setup) -> String {
+    static NEXT: AtomicU64 = AtomicU64::new(0);
+    let number = NEXT.fetch_add(1, Ordering::Relaxed);
+    format!("kvferry-{}-{:x}-{number}", std::process::id(), setup.incarnation.nonce)
 }
 
 impl Shm {
-    /// Listens on a socket in a new private directory under the system's directory for temporary files.
+    /// Listens on a new abstract Unix socket.
     ///
     /// # Errors
     /// [`TransportError::Io`].
     pub fn new(setup: Setup) -> Result<Self, TransportError> {
         let io = |action| move |source| TransportError::Io { action, source };
-        let directory = Directory::new(&setup).map_err(io("make a private directory"))?;
-        let listener = UnixListener::bind(directory.socket()).map_err(io("listen"))?;
+        let name = fresh_name(&setup);
+        let listener = SocketAddr::from_abstract_name(&name)
+            .and_then(|address| UnixListener::bind_addr(&address))
+            .map_err(io("listen"))?;
         let local = Arc::new(Local::new(setup));
         let listener = Listener::start("kvferry-shm-in", listener, &local, serve::serve)
             .map_err(io("start a thread"))?;
-        Ok(Self { directory, local, listener })
+        Ok(Self { name, local, listener })
     }
 }
 
@@ -92,7 +81,7 @@ impl Transport for Shm {
     }
 
     fn endpoint(&self) -> String {
-        format!("shm://{}", self.directory.socket().display())
+        format!("shm://@{}", self.name)
     }
 
     fn register(&self, rank: RankId, memory: Registration) -> Result<(), TransportError> {
@@ -110,19 +99,21 @@ impl Transport for Shm {
     fn open(&self, peer: &PeerAddr) -> Result<Arc<dyn Link>, TransportError> {
         self.local.open()?;
         let endpoint = peer.endpoint.clone();
-        let path =
-            endpoint.strip_prefix("shm://").map(Path::new).filter(|path| path.is_absolute()).ok_or_else(
-                || TransportError::Endpoint {
-                    endpoint: endpoint.clone(),
-                    reason: "write `shm:///PATH/OF/SOCKET`",
-                },
-            )?;
+        let name = endpoint.strip_prefix("shm://@").filter(|name| !name.is_empty());
+        let name = name.ok_or_else(|| TransportError::Endpoint {
+            endpoint: endpoint.clone(),
+            reason: "write `shm://@NAME`, the name of an abstract Unix socket of this machine",
+        })?;
         let limits = &self.local.setup.limits;
         let gone = |error: io::Error| TransportError::PeerGone {
             endpoint: endpoint.clone(),
             reason: error.to_string(),
         };
-        let socket = connect_to(path, limits).map_err(gone)?;
+        let socket = connect_to(name, limits).map_err(gone)?;
+        if !ours(&socket) {
+            let reason = "its process runs as another user, or as one that cannot be seen from here".into();
+            return Err(TransportError::Protocol { endpoint, reason });
+        }
         let hello =
             socket.greet(self.local.setup.incarnation, peer.incarnation, limits.connect, &endpoint)?;
         let views = fds::receive(&socket, &hello, peer)?;
@@ -148,11 +139,17 @@ impl Transport for Shm {
 }
 
 /// Connects, in bounded time also when nobody accepts.
-fn connect_to(path: &Path, limits: &Limits) -> io::Result<Socket> {
+fn connect_to(name: &str, limits: &Limits) -> io::Result<Socket> {
     let fd = socket_with(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
     set_socket_timeout(&fd, Timeout::Send, Some(limits.connect))?;
-    connect(&fd, &SocketAddrUnix::new(path)?)?;
+    connect(&fd, &SocketAddrUnix::new_abstract_name(name.as_bytes())?)?;
     Socket::new(fd, limits.stall)
+}
+
+/// True when the process at the other end runs as our user. An abstract socket has no owner and no mode, so this is
+/// what keeps the other users of the machine out.
+fn ours(socket: &Socket) -> bool {
+    socket_peercred(socket.fd()).is_ok_and(|peer| peer.uid == geteuid())
 }
 
 impl Drop for Shm {

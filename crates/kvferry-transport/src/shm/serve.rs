@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use crate::{
     local::Local,
-    shm::fds,
+    shm::{fds, ours},
     socket::{Lost, Socket},
     stats::add,
 };
@@ -12,6 +12,10 @@ use crate::{
 /// Serves one connection until it ends.
 pub(super) fn serve(local: &Arc<Local>, socket: &Socket) -> Result<(), Lost> {
     let setup = &local.setup;
+    if !ours(socket) {
+        add(&local.counters.turned_away, 1);
+        return Ok(());
+    }
     let arenas = local.arenas();
     let ranks = u32::try_from(arenas.len()).unwrap_or(u32::MAX);
     if socket.welcome(setup.incarnation, Some(ranks), setup.limits.connect)?.is_none() {

@@ -1,9 +1,11 @@
 //! What comes over the socket from somebody who does not follow the protocol, in both directions.
 
 use std::{
-    fs,
     io::{Read, Write},
-    os::unix::{fs::PermissionsExt, net::UnixListener, net::UnixStream},
+    os::{
+        linux::net::SocketAddrExt,
+        unix::net::{SocketAddr, UnixListener, UnixStream},
+    },
     sync::Arc,
     thread,
     time::{Duration, Instant},
@@ -36,18 +38,71 @@ fn arena(pages: u32) -> Arena {
     Arena::new("test", PoolLayout::new(&d.shape, &d.placement, RankId(0), pages).unwrap()).unwrap()
 }
 
-fn path(end: &Shm) -> String {
-    end.endpoint().strip_prefix("shm://").unwrap().to_owned()
+fn address(endpoint: &str) -> SocketAddr {
+    SocketAddr::from_abstract_name(endpoint.strip_prefix("shm://@").unwrap()).unwrap()
+}
+
+fn connect(end: &Shm) -> std::io::Result<UnixStream> {
+    let stream = UnixStream::connect_addr(&address(&end.endpoint()))?;
+    stream.set_read_timeout(Some(PATIENCE))?;
+    Ok(stream)
 }
 
 #[test]
-fn only_the_user_may_enter_and_nothing_stays_behind() {
+fn the_name_goes_with_the_end() {
     let end = Shm::new(Setup::new(US)).unwrap();
-    let path = path(&end);
-    let directory = std::path::Path::new(&path).parent().unwrap().to_owned();
-    assert_eq!(fs::metadata(&directory).unwrap().permissions().mode() & 0o777, 0o700);
+    let address = address(&end.endpoint());
+    assert!(address.as_pathname().is_none(), "no file that could stay behind");
+    drop(connect(&end).unwrap());
     drop(end);
-    assert!(!directory.exists());
+    assert!(UnixStream::connect_addr(&address).is_err());
+}
+
+/// Only root can become somebody else: without it there is nothing to see here.
+#[test]
+fn another_user_gets_no_memory_and_is_given_none() {
+    use rustix::{process::Uid, process::geteuid, thread::set_thread_res_uid};
+    if !geteuid().is_root() {
+        return;
+    }
+    let end = Shm::new(Setup::new(US)).unwrap();
+    end.register(RankId(0), Registration::host(Arc::new(arena(4)))).unwrap();
+    // Of this thread only.
+    let become_nobody = || {
+        let nobody = Uid::from_raw(65534);
+        set_thread_res_uid(nobody, nobody, nobody).unwrap();
+    };
+    let answer = thread::scope(|scope| {
+        let stranger = scope.spawn(|| {
+            become_nobody();
+            let mut stream = connect(&end).unwrap();
+            let hello = Hello { version: wire::VERSION, from: PEER, to: US, ranks: None };
+            // It may be turned away before it has spoken.
+            let _ = stream.write_all(&wire::hello(&hello));
+            let mut answer = Vec::new();
+            let _ = stream.read_to_end(&mut answer);
+            answer
+        });
+        stranger.join().unwrap()
+    });
+    assert_eq!(answer, []);
+    let since = Instant::now();
+    while end.stats().turned_away == 0 {
+        assert!(since.elapsed() < PATIENCE, "{:?}", end.stats());
+        thread::sleep(Duration::from_millis(1));
+    }
+
+    // And a source that somebody else runs under that name is not read.
+    let name = "shm://@kvferry-test-of-another-user";
+    let peer = PeerAddr { endpoint: name.into(), incarnation: PEER, descriptor: Arc::new(descriptor()) };
+    let listening = thread::spawn(move || {
+        become_nobody();
+        UnixListener::bind_addr(&address(name)).unwrap()
+    });
+    let _listener = listening.join().unwrap();
+    let error = end.open(&peer).unwrap_err();
+    assert!(error.to_string().contains("another user"), "{error}");
+    assert_eq!(error.blame(), Blame::PeerMisbehaved);
 }
 
 #[test]
@@ -59,8 +114,7 @@ fn strangers_get_no_memory() {
     chatter.extend(b"and more");
     let strangers: [&[u8]; 3] = [b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n", &[0xff; 4096], &chatter];
     for bytes in strangers {
-        let mut stream = UnixStream::connect(path(&end)).unwrap();
-        stream.set_read_timeout(Some(PATIENCE)).unwrap();
+        let mut stream = connect(&end).unwrap();
         stream.write_all(bytes).unwrap();
         // Reads to the end: an answer if there was a hello, then the end of the connection.
         let mut answer = Vec::new();
@@ -73,7 +127,7 @@ fn strangers_get_no_memory() {
         thread::sleep(Duration::from_millis(1));
     }
     // Who means another start gets an answer and no descriptor.
-    let socket = Socket::new(UnixStream::connect(path(&end)).unwrap(), PATIENCE).unwrap();
+    let socket = Socket::new(connect(&end).unwrap(), PATIENCE).unwrap();
     let error = socket.greet(PEER, PEER, PATIENCE, "here").unwrap_err();
     assert!(matches!(error, TransportError::Restarted { found: US, .. }), "{error}");
     assert!(matches!(socket.fill(&mut [0], false), Err(Lost::Closed)));
@@ -82,16 +136,14 @@ fn strangers_get_no_memory() {
 
 /// A source that answers `open` with `serve`.
 fn open(serve: impl FnOnce(Socket) + Send) -> TransportError {
-    let directory = tempfile::tempdir().unwrap();
-    let path = directory.path().join("sock");
-    let listener = UnixListener::bind(&path).unwrap();
     let end = Shm::new(Setup::new(US)).unwrap();
+    let endpoint = format!("{}-liar", end.endpoint());
+    let listener = UnixListener::bind_addr(&address(&endpoint)).unwrap();
     thread::scope(|scope| {
         scope.spawn(move || {
             let (stream, _) = listener.accept().unwrap();
             serve(Socket::new(stream, PATIENCE).unwrap());
         });
-        let endpoint = format!("shm://{}", path.display());
         let peer = PeerAddr { endpoint, incarnation: PEER, descriptor: Arc::new(descriptor()) };
         let error = end.open(&peer).unwrap_err();
         assert_eq!(error.blame(), Blame::PeerMisbehaved, "{error}");

@@ -26,7 +26,7 @@ pub(super) fn serve(local: &Arc<Local>, socket: &Socket) -> Result<(), Lost> {
     let lost = frames(socket, &mut inbound);
     inbound.lost(|| match &lost {
         Lost::Stalled(waited) => TransportError::Stalled { endpoint: peer.to_string(), waited: *waited },
-        Lost::Malformed(what) => {
+        Lost::Malformed(what) | Lost::Length(what) => {
             TransportError::Protocol { endpoint: peer.to_string(), reason: (*what).into() }
         }
         Lost::Closed | Lost::Cut | Lost::Io(_) => TransportError::PeerGone {
@@ -50,8 +50,7 @@ fn frames(socket: &Socket, inbound: &mut Inbound) -> Lost {
 fn frame(socket: &Socket, inbound: &mut Inbound, stage: &mut Vec<u8>) -> Result<(), Lost> {
     let mut prefix = [0; 8];
     socket.fill(&mut prefix, true)?;
-    let (head, payload) =
-        wire::frame_lens(prefix).ok_or(Lost::Malformed("a frame of an impossible length"))?;
+    let (head, payload) = wire::frame_lens(prefix).ok_or(Lost::Length("a frame of an impossible length"))?;
     let mut bytes = [0; wire::MAX_HEADER as usize];
     let bytes = &mut bytes[..head];
     socket.fill(bytes, false)?;

@@ -162,10 +162,10 @@ fn strangers_lose_their_connection_and_nobody_else() {
         stream.write_all(bytes).unwrap();
         assert!(closed(&mut stream), "stranger {i} was answered");
     }
-    world.until("malformed", |stats| stats.malformed == strangers.len() as u64);
+    world.until("counted", |stats| (stats.malformed, stats.length) == (5, 1));
     // Half a hello, and nothing at all.
     world.connect().write_all(&hello[..10]).unwrap();
-    world.until("cut", |stats| stats.malformed == strangers.len() as u64 + 1);
+    world.until("cut", |stats| stats.cut == 1);
     drop(world.connect());
     world.until("connections", |stats| stats.connections == 1);
     assert!(world.pool() == before);
@@ -190,7 +190,7 @@ fn frames_that_make_no_sense_end_the_connection() {
         stream.write_all(bytes).unwrap();
         assert!(closed(&mut stream), "frame {i}");
     }
-    world.until("malformed", |stats| stats.malformed == frames.len() as u64);
+    world.until("counted", |stats| (stats.length, stats.malformed) == (4, 2));
     world.honest(&mut world.dial());
 }
 
@@ -298,7 +298,7 @@ fn a_peer_that_stops_or_dies_in_the_middle_is_noticed() {
             other => panic!("{other:?}"),
         }
     }
-    world.until("counted", |stats| (stats.stalled, stats.malformed, stats.connections) == (1, 1, 0));
+    world.until("counted", |stats| (stats.stalled, stats.cut, stats.connections) == (1, 1, 0));
     // A hello that drips is cut off too.
     let mut stream = world.connect();
     for byte in wire::hello(&Hello { version: 1, from: PEER, to: US, ranks: None }) {
