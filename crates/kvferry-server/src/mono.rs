@@ -11,7 +11,13 @@ use std::{
     time::Duration,
 };
 
-use axum::{Json, Router, extract::State, routing::get};
+use axum::{
+    Json, Router,
+    extract::State,
+    http::StatusCode,
+    response::{IntoResponse, Response},
+    routing::get,
+};
 use futures_util::{StreamExt, stream};
 use kvferry_engine::{
     Engine, EngineConfig, EngineStats, Event, Events, Model, NoHandOff, Request, StopReason, Voice,
@@ -19,6 +25,7 @@ use kvferry_engine::{
 use kvferry_plan::{Blame, InstanceId};
 use kvferry_registry::bind_loopback;
 use serde::Serialize;
+use serde_json::json;
 use tokio::net::TcpListener;
 use tokio_util::sync::CancellationToken;
 
@@ -99,6 +106,7 @@ impl Mono {
         let admin = Admin { alone: Arc::clone(&self.alone), api: Arc::clone(&self.api) };
         let admin = Router::new()
             .route("/health", get(health))
+            .route("/ready", get(ready))
             .route("/debug/ledger", get(ledger))
             .with_state(Arc::new(admin));
         let (closing, app) = (drain.clone(), self.api.app(admin));
@@ -200,6 +208,17 @@ async fn health(State(admin): State<Arc<Admin>>) -> Json<Health> {
         ranks: engine.placement().ranks(),
         longest_prompt: engine.longest_prompt(),
     })
+}
+
+/// 200 while it takes work; else 503 with the reason.
+async fn ready(State(admin): State<Arc<Admin>>) -> Response {
+    match admin.alone.ready() {
+        Ok(()) => Json(json!({ "ready": true })).into_response(),
+        Err(problem) => {
+            let body = json!({ "ready": false, "reason": problem.cause });
+            (StatusCode::SERVICE_UNAVAILABLE, Json(body)).into_response()
+        }
+    }
 }
 
 #[derive(Serialize)]
