@@ -111,7 +111,8 @@ pub struct DecodeRequest {
     pub hold: bool,
 }
 
-/// One line of a decode stream: tokens, then `done` or `error`.
+/// One line of a decode stream: `reserved`, tokens, then `done` or `error`. What goes wrong before `reserved` is the HTTP
+/// status, not a line.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum DecodeRecord {
@@ -119,6 +120,12 @@ pub enum DecodeRecord {
     Done(DecodeDone),
     /// The last line of a request that did not.
     Error(Problem),
+    /// The first line: the pages are there, and prefill can be asked. Who asks prefill earlier holds pages there for a
+    /// request that may wait here for long, and two such requests can wait for each other.
+    Reserved {
+        /// Tokens of the prompt that need not be moved, because their cache is here already.
+        cached_tokens: u64,
+    },
     /// A generated token.
     Token(Chosen),
 }
@@ -191,9 +198,21 @@ impl fmt::Display for Stage {
     }
 }
 
+/// How a client came by a problem.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) enum Reach {
+    /// The instance said so, or it is our own.
+    #[default]
+    Answered,
+    /// No connection: nothing was begun there.
+    Refused,
+    /// The connection broke off, or nobody answered.
+    Silent,
+}
+
 /// Why a request was refused or failed.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
-#[error("{stage}: {cause}")]
+#[error("{stage}{}: {cause}", .instance.as_ref().map(|i| format!(" at {i}")).unwrap_or_default())]
 pub struct Problem {
     /// Who can do something about it.
     pub blame: Blame,
@@ -201,6 +220,12 @@ pub struct Problem {
     pub stage: Stage,
     /// What happened and what would work.
     pub cause: String,
+    /// Where it happened, if somebody who speaks to several instances tells it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub instance: Option<InstanceId>,
+    /// Whether it was said by an instance, or by nobody.
+    #[serde(skip)]
+    pub(crate) reach: Reach,
     /// The HTTP status, where it does not follow from blame and stage. Travels as the status alone.
     #[serde(skip)]
     pub(crate) status: Option<StatusCode>,
@@ -210,7 +235,15 @@ impl Problem {
     /// A problem.
     #[must_use]
     pub fn new(blame: Blame, stage: Stage, cause: impl fmt::Display) -> Self {
-        Self { blame, stage, cause: cause.to_string(), status: None }
+        let cause = cause.to_string();
+        Self { blame, stage, cause, instance: None, reach: Reach::Answered, status: None }
+    }
+
+    /// The same, told with the instance where it happened; one that names another already keeps it.
+    #[must_use]
+    pub fn at(mut self, instance: &InstanceId) -> Self {
+        self.instance.get_or_insert_with(|| instance.clone());
+        self
     }
 }
 

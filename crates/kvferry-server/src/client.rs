@@ -1,4 +1,4 @@
-//! The client of the internal API: what the demo's driver (and later the router) uses.
+//! The client of the internal API. For a room that runs over two instances, see [`crate::InstancePair`].
 
 use std::collections::VecDeque;
 
@@ -7,7 +7,9 @@ use kvferry_registry::loopback_http;
 use reqwest::Response;
 use serde::{Serialize, de::DeserializeOwned};
 
-use crate::{DecodeRecord, DecodeRequest, Health, KvDump, PrefillReply, PrefillRequest, Problem, Stage};
+use crate::{
+    DecodeRecord, DecodeRequest, Health, KvDump, PrefillReply, PrefillRequest, Problem, Stage, api::Reach,
+};
 
 /// Longest line of a decode stream.
 const LINE: usize = 1 << 20;
@@ -55,14 +57,19 @@ impl InstanceClient {
         self.json(self.post("/internal/prefill", request)).await
     }
 
-    /// Has a prompt's cache taken over and continued; answers when the first token is there. Dropping the future or the
-    /// stream ends the room.
+    /// Has a prompt's cache taken over and continued; answers when the pages for it are reserved, which the stream's first
+    /// record says too. Only then prefill is asked. Dropping the future or the stream ends the room.
     ///
     /// # Errors
-    /// As [`Self::health`]: whatever goes wrong before the first token.
+    /// As [`Self::health`]: whatever goes wrong before the pages are there.
     pub async fn decode(&self, request: &DecodeRequest) -> Result<DecodeStream, Problem> {
         let answer = self.send(self.post("/internal/decode", request)).await?;
-        Ok(DecodeStream { url: self.url.clone(), answer, buffer: VecDeque::new() })
+        Ok(DecodeStream {
+            url: self.url.clone(),
+            answer: Some(answer),
+            buffer: VecDeque::new(),
+            peeked: None,
+        })
     }
 
     /// The prompt's cache of a room on one rank.
@@ -100,10 +107,13 @@ impl InstanceClient {
             return Ok(answer);
         }
         let text = answer.text().await.unwrap_or_default();
-        Err(serde_json::from_str(&text).unwrap_or_else(|_| {
-            let cause = format!("{} answered {status} {text}", self.url);
-            Problem::new(Blame::PeerMisbehaved, Stage::Request, cause)
-        }))
+        Err(match serde_json::from_str(&text) {
+            Ok(problem) => Problem { status: Some(status), ..problem },
+            Err(_) => {
+                let cause = format!("{} answered {status} {text}", self.url);
+                Problem::new(Blame::PeerMisbehaved, Stage::Request, cause)
+            }
+        })
     }
 
     fn silent(&self, error: &reqwest::Error) -> Problem {
@@ -116,23 +126,47 @@ fn silent(url: &str, error: &reqwest::Error) -> Problem {
     while let Some(deeper) = cause.source() {
         cause = deeper;
     }
-    Problem::new(Blame::PeerMisbehaved, Stage::Lookup, format!("{url} does not answer: {cause}"))
+    let problem =
+        Problem::new(Blame::PeerMisbehaved, Stage::Lookup, format!("{url} does not answer: {cause}"));
+    Problem { reach: if error.is_connect() { Reach::Refused } else { Reach::Silent }, ..problem }
 }
 
 /// The records of one decode request, as they come.
 #[derive(Debug)]
 pub struct DecodeStream {
     url: String,
-    answer: Response,
+    /// Gone once it was closed.
+    answer: Option<Response>,
     buffer: VecDeque<u8>,
+    peeked: Option<DecodeRecord>,
 }
 
 impl DecodeStream {
-    /// The next record; `None` at the end of the stream.
+    /// The next record; `None` at the end of the stream. May be dropped and called again.
     ///
     /// # Errors
     /// When the stream breaks off or is not what an instance sends.
     pub async fn next(&mut self) -> Result<Option<DecodeRecord>, Problem> {
+        match self.peeked.take() {
+            Some(record) => Ok(Some(record)),
+            None => self.read().await,
+        }
+    }
+
+    /// The next record, which stays.
+    pub(crate) async fn peek(&mut self) -> Result<Option<&DecodeRecord>, Problem> {
+        if self.peeked.is_none() {
+            self.peeked = self.read().await?;
+        }
+        Ok(self.peeked.as_ref())
+    }
+
+    /// Ends the connection, and with it the room.
+    pub(crate) fn close(&mut self) {
+        self.answer = None;
+    }
+
+    async fn read(&mut self) -> Result<Option<DecodeRecord>, Problem> {
         loop {
             if let Some(end) = self.buffer.iter().position(|b| *b == b'\n') {
                 let line: Vec<u8> = self.buffer.drain(..=end).collect();
@@ -141,7 +175,8 @@ impl DecodeStream {
             if self.buffer.len() > LINE {
                 return Err(self.garbled("a line without end"));
             }
-            match self.answer.chunk().await.map_err(|e| silent(&self.url, &e))? {
+            let Some(answer) = &mut self.answer else { return Ok(None) };
+            match answer.chunk().await.map_err(|e| silent(&self.url, &e))? {
                 Some(bytes) => self.buffer.extend(bytes),
                 None if self.buffer.is_empty() => return Ok(None),
                 None => return Err(self.garbled("it ended in the middle of a line")),

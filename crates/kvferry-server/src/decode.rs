@@ -46,7 +46,7 @@ pub(crate) async fn handle(
         .map_err(|error| Problem::engine(Stage::Admission, &error))?;
     let (lines, mut records) = mpsc::channel(BACKLOG);
     shared.tasks.spawn(Room { shared: Arc::clone(&shared), asked, lines }.run(granted));
-    // The status says how it went until the first token; what fails later is the stream's last line.
+    // The status says how it went until the pages were there; what fails later is the stream's last line.
     let first = match records.recv().await {
         Some(DecodeRecord::Error(problem)) => return Err(problem),
         Some(record) => record,
@@ -100,11 +100,14 @@ impl Room {
         let lease = tokio::select! {
             granted = granted => granted.map_err(|error| Problem::engine(Stage::Admission, &error))?,
             problem = self.ended(Stage::Admission) => return Err(problem),
+            problem = self.shared.waited(self.asked.prompt.len()) => return Err(problem),
         };
         let peers = tokio::select! {
             peers = self.find_prefill() => peers?,
             problem = self.ended(Stage::Lookup) => return Err(problem),
         };
+        // The prompt's pages are here before any are taken at prefill: no two rooms wait for each other crosswise.
+        self.say(DecodeRecord::Reserved { cached_tokens: 0 }).await;
         let receipt = self.receive(peers, lease.table().clone()).await?;
         let done = self.generate(&lease, &receipt).await?;
         Ok((lease, done))

@@ -54,6 +54,13 @@ pub struct InstanceConfig {
     pub digest: bool,
     /// A fault to commit on what lands here.
     pub inject: Option<Inject>,
+    /// How long a request may wait for pages.
+    pub queue: Duration,
+}
+
+impl InstanceConfig {
+    /// A generous [`InstanceConfig::queue`].
+    pub const QUEUE: Duration = Duration::from_secs(300);
 }
 
 /// What all requests share.
@@ -68,6 +75,8 @@ pub(crate) struct Shared {
     held: Mutex<HashMap<RoomKey, (RoomLease, Instant)>>,
     pub(crate) registration: Registration,
     draining: AtomicBool,
+    /// How long a request may wait for pages.
+    queue: Duration,
     /// Work that outlives its HTTP request.
     pub(crate) tasks: TaskTracker,
     /// Ends what is still under way when draining took too long.
@@ -82,6 +91,18 @@ impl Shared {
         }
         let cause = format!("{} is shutting down; ask another instance", self.instance);
         Err(Problem::new(Blame::Environment, Stage::Admission, cause))
+    }
+
+    /// Comes true when a request has waited for pages for as long as it may.
+    pub(crate) async fn waited(&self, prompt_tokens: usize) -> Problem {
+        tokio::time::sleep(self.queue).await;
+        let cause = format!(
+            "{} had no pages for {prompt_tokens} prompt tokens for {} s; try again later, or give it a larger \
+             --pool-tokens",
+            self.instance,
+            self.queue.as_secs()
+        );
+        Problem::new(Blame::Environment, Stage::Admission, cause)
     }
 
     pub(crate) fn draining(&self) -> bool {
@@ -181,6 +202,7 @@ impl Instance {
             held: Mutex::default(),
             registration,
             draining: AtomicBool::new(false),
+            queue: config.queue,
             tasks: TaskTracker::new(),
             stop: CancellationToken::new(),
         });

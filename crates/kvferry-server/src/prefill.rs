@@ -83,6 +83,7 @@ impl Room {
             granted = granted => granted.map_err(|error| Problem::engine(Stage::Admission, &error)),
             () = reply.closed() => Err(gone()),
             () = stop.cancelled() => Err(Problem::new(Blame::Environment, Stage::Admission, "shutting down")),
+            problem = self.shared.waited(self.prompt_tokens as usize) => Err(problem),
         };
         let tokens = TokenRange::new(0, self.prompt_tokens);
         let lease = match lease {

@@ -6,6 +6,7 @@ use clap::{Args, Parser, Subcommand, ValueEnum};
 use kvferry_engine::{Attention, EngineConfig, math::Arith};
 use kvferry_plan::{Dtype, LayerSplit, LayoutSpec};
 use kvferry_registry::check_instance;
+use kvferry_server::InstanceConfig;
 use kvferry_transport::{Inject, TransportKind};
 
 use crate::{bench::BenchCommand, model::ModelRef, plan::PlanArgs};
@@ -158,6 +159,9 @@ pub(crate) struct ServeArgs {
     /// Layout of the instance: keys tp, dcp, interleave, page, kv
     #[arg(long, value_name = "SPEC", value_parser = layout, default_value = "tp=1,page=16")]
     pub(crate) layout: LayoutSpec,
+    /// Longest that a request may wait for pages; then it fails
+    #[arg(long, value_name = "SECONDS", default_value_t = InstanceConfig::QUEUE.as_secs())]
+    pub(crate) max_wait: u64,
     /// Exit when standard input closes, so that a parent that dies leaves nothing behind
     #[arg(long)]
     pub(crate) exit_with_parent: bool,

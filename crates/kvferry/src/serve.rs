@@ -66,6 +66,7 @@ pub(crate) async fn run(args: ServeArgs) -> Result<(), Failure> {
         rate: args.engine.throttle.map(Bytes),
         digest: !args.engine.no_digest,
         inject: args.engine.inject.map(Into::into),
+        queue: Duration::from_secs(args.max_wait),
     };
     let running = Instance::start(model, config).await?;
     ready(&running.url(), &instance, args.role);

@@ -14,7 +14,8 @@ use common::{Server, command, wait_until};
 use kvferry::{
     plan::{Attempt, Blame, InstanceId, RoomId, RoomKey},
     server::{
-        DecodeDone, DecodeRecord, DecodeRequest, InstanceClient, PrefillRequest, Problem, SamplingSpec, Stage,
+        DecodeDone, DecodeRecord, DecodeRequest, InstanceClient, InstancePair, Leg, PairEvent,
+        PrefillRequest, Problem, SamplingSpec, Stage,
     },
 };
 use serde_json::Value;
@@ -42,6 +43,17 @@ fn runtime() -> Runtime {
 
 fn client(server: &Server) -> InstanceClient {
     InstanceClient::new(&server.url).unwrap()
+}
+
+/// How a decode request fails that has its pages.
+async fn failure(decode: &InstanceClient, request: &DecodeRequest) -> Problem {
+    let mut stream = decode.decode(request).await.unwrap();
+    let reserved = stream.next().await.unwrap();
+    assert!(matches!(reserved, Some(DecodeRecord::Reserved { .. })), "{reserved:?}");
+    match stream.next().await.unwrap() {
+        Some(DecodeRecord::Error(problem)) => problem,
+        other => panic!("no failure but {other:?}"),
+    }
 }
 
 fn key(room: u128) -> RoomKey {
@@ -73,34 +85,30 @@ impl Cluster {
 
     /// One request across both: the ids and the end.
     fn run(&self, room: u128, prompt: &[u32]) -> Result<(Vec<u32>, DecodeDone), Problem> {
-        let (to_prefill, to_decode) = self.ask(room, prompt);
-        self.answer(&to_prefill, &to_decode)
+        self.answer(self.ask(room, prompt).1)
     }
 
-    fn answer(
-        &self,
-        to_prefill: &PrefillRequest,
-        to_decode: &DecodeRequest,
-    ) -> Result<(Vec<u32>, DecodeDone), Problem> {
+    fn answer(&self, request: DecodeRequest) -> Result<(Vec<u32>, DecodeDone), Problem> {
+        let tokens = request.prompt.len() as u64;
         self.runtime.block_on(async {
-            let (prefill, decode) = (client(&self.prefill), client(&self.decode));
-            let decoded = async {
-                let (mut stream, mut ids) = (decode.decode(to_decode).await?, Vec::new());
-                while let Some(record) = stream.next().await? {
-                    match record {
-                        DecodeRecord::Token(token) => ids.push(token.id),
-                        DecodeRecord::Done(done) => return Ok((ids, done)),
-                        DecodeRecord::Error(problem) => return Err(problem),
+            let (mut answer, mut ids) = (self.pair().open(request).await?, Vec::new());
+            while let Some(event) = answer.next().await? {
+                match event {
+                    PairEvent::Token(token) => ids.push(token.id),
+                    PairEvent::Done(done) => {
+                        assert_eq!(done.prefill.unwrap().prompt_tokens, tokens);
+                        return Ok((ids, done.decode));
                     }
                 }
-                panic!("the stream ended without an end")
-            };
-            let (prefill, decoded) = tokio::join!(prefill.prefill(to_prefill), decoded);
-            if decoded.is_ok() {
-                assert_eq!(prefill.unwrap().prompt_tokens, to_prefill.prompt.len() as u64);
             }
-            decoded
+            panic!("the answer ended without an end")
         })
+    }
+
+    fn pair(&self) -> InstancePair {
+        let leg =
+            |server: &Server| Leg { instance: InstanceId(server.instance.clone()), client: client(server) };
+        InstancePair { prefill: leg(&self.prefill), decode: leg(&self.decode) }
     }
 
     fn ledger(&self, server: &Server) -> Value {
@@ -180,9 +188,9 @@ fn seeded_sampling_goes_on_where_prefill_left_off() {
     let mut answers = Vec::new();
     for seed in 1..5 {
         let sampling = SamplingSpec { temperature: 1.5, top_p: 0.9, seed };
-        let (mut to_prefill, mut to_decode) = cluster.ask(u128::from(seed), &prompt);
-        (to_prefill.sampling, to_decode.sampling, to_decode.max_tokens) = (sampling, sampling, 12);
-        let (ids, _) = cluster.answer(&to_prefill, &to_decode).unwrap();
+        let mut to_decode = cluster.ask(u128::from(seed), &prompt).1;
+        (to_decode.sampling, to_decode.max_tokens) = (sampling, 12);
+        let (ids, _) = cluster.answer(to_decode).unwrap();
         let request =
             Request { sampling: sampling.into(), ignore_eos: true, ..Request::greedy(prompt.clone(), 12) };
         let expected: Vec<u32> = alone
@@ -212,7 +220,7 @@ fn a_client_that_leaves_ends_its_room_on_both_sides() {
         let patience = Duration::from_millis(300);
         let (decode, prefill) = (client(&cluster.decode), client(&cluster.prefill));
         let (waiting, lonely) = tokio::join!(
-            tokio::time::timeout(patience, decode.decode(&to_decode)),
+            tokio::time::timeout(patience, failure(&decode, &to_decode)),
             tokio::time::timeout(patience, prefill.prefill(&other)),
         );
         assert!(waiting.is_err(), "nobody has computed the prompt: {waiting:?}");
@@ -224,11 +232,11 @@ fn a_client_that_leaves_ends_its_room_on_both_sides() {
     let told = cluster.runtime.block_on(async {
         let (decode, prefill) = (client(&cluster.decode), client(&cluster.prefill));
         let (told, cut) = tokio::join!(
-            decode.decode(&to_decode),
+            failure(&decode, &to_decode),
             tokio::time::timeout(Duration::from_millis(150), prefill.prefill(&to_prefill)),
         );
         assert!(cut.is_err(), "the prompt was computed too fast for this test: {cut:?}");
-        told.unwrap_err()
+        told
     });
     assert_eq!(told.stage, Stage::HandOff, "{told}");
     wait_until("that room is gone too", || cluster.is_quiet());
@@ -312,7 +320,7 @@ fn instances_that_do_not_fit_are_refused_by_field_and_live_on() {
     let prompt = [1, 2, 3];
     let ask = |cluster: &Cluster, decode: &Server, room| {
         let (_, to_decode) = cluster.ask(room, &prompt);
-        cluster.runtime.block_on(client(decode).decode(&to_decode)).unwrap_err()
+        cluster.runtime.block_on(failure(&client(decode), &to_decode))
     };
     refused(ask(&cluster, &cluster.decode, 1), "key.dtype");
     for (i, (more, field)) in cases.into_iter().enumerate() {

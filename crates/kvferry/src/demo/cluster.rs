@@ -11,7 +11,7 @@ use std::{
 
 use kvferry_plan::{Blame, InstanceId, LayoutSpec};
 use kvferry_registry::{Client, Group};
-use kvferry_server::InstanceClient;
+use kvferry_server::{InstanceClient, Leg};
 use serde::Deserialize;
 use tokio::{
     io::{AsyncBufReadExt, AsyncRead, BufReader, Lines},
@@ -43,6 +43,13 @@ pub(super) struct Handle {
     pub(super) group: Group,
     layout: LayoutSpec,
     pid: u32,
+}
+
+impl Handle {
+    /// As one side of a room.
+    pub(super) fn leg(&self) -> Leg {
+        Leg { instance: self.group.instance.clone(), client: self.client.clone() }
+    }
 }
 
 /// The running processes.

@@ -4,16 +4,12 @@ use std::time::{Duration, Instant};
 
 use kvferry_plan::{Attempt, Blame, RankId, RoomId, RoomKey};
 use kvferry_server::{
-    Chosen, DecodeDone, DecodeRecord, DecodeRequest, KvDump, PrefillReply, PrefillRequest, Problem,
+    Chosen, DecodeDone, DecodeRequest, InstancePair, KvDump, PairDone, PairEvent, PrefillReply, Problem,
     SamplingSpec, Stage,
 };
-use tokio::time::timeout;
 
 use super::{cluster::Cluster, prompts::Prompt};
 use crate::args::{DemoArgs, InjectArg};
-
-/// How long the other side may take to say what it knows after one side has failed.
-const LAST_WORDS: Duration = Duration::from_secs(1);
 
 /// What came of it.
 #[derive(Debug)]
@@ -30,28 +26,15 @@ pub(super) struct Run {
     pub(super) missed: Option<InjectArg>,
 }
 
-struct Decoded {
-    tokens: Vec<Chosen>,
-    first: Duration,
-    last: Duration,
-    done: DecodeDone,
-}
-
 /// Hands one prompt over; `on_token` is told of each token as it comes.
 pub(super) async fn run(
     cluster: &Cluster,
     prompt: &Prompt,
     args: &DemoArgs,
-    on_token: impl FnMut(u32),
+    mut on_token: impl FnMut(u32),
 ) -> Result<Run, Problem> {
     let key = RoomKey { room: mint()?, attempt: Attempt(0) };
-    let to_prefill = PrefillRequest {
-        key,
-        prompt: prompt.ids.clone(),
-        sampling: SamplingSpec::default(),
-        top_logprobs: 0,
-    };
-    let to_decode = DecodeRequest {
+    let request = DecodeRequest {
         key,
         prefill: cluster.prefill.group.instance.clone(),
         prompt: prompt.ids.clone(),
@@ -65,8 +48,23 @@ pub(super) async fn run(
         Some(_) => faults(cluster).await?,
         None => 0,
     };
-    let (prefill, decoded) =
-        both(cluster.prefill.client.prefill(&to_prefill), decode(cluster, &to_decode, on_token)).await?;
+    let pair = InstancePair { prefill: cluster.prefill.leg(), decode: cluster.decode.leg() };
+    let started = Instant::now();
+    let mut answer = pair.open(request).await?;
+    let (mut tokens, mut first, mut ended) = (Vec::new(), None, None);
+    while let Some(event) = answer.next().await? {
+        match event {
+            PairEvent::Token(token) => {
+                first.get_or_insert_with(|| started.elapsed());
+                on_token(token.id);
+                tokens.push(token);
+            }
+            PairEvent::Done(done) => ended = Some((done, started.elapsed())),
+        }
+    }
+    let (PairDone { decode, prefill: Some(prefill) }, last) = ended.ok_or_else(unfinished)? else {
+        return Err(unfinished());
+    };
     let mut cache = Vec::new();
     for rank in 0..cluster.decode.group.ranks {
         cache.push(cluster.decode.client.kv(key, RankId(rank)).await?);
@@ -76,62 +74,12 @@ pub(super) async fn run(
         Some(fault) if faults(cluster).await? == committed => Some(fault),
         _ => None,
     };
-    let Decoded { tokens, first, last, done } = decoded;
-    Ok(Run { tokens, first, last, prefill, decode: done, cache, missed })
+    Ok(Run { tokens, first: first.unwrap_or(last), last, prefill, decode, cache, missed })
 }
 
-/// Both results; or the more telling of the failures. Dropping a side's future ends the room on that side.
-async fn both<A, B>(
-    prefill: impl Future<Output = Result<A, Problem>>,
-    decode: impl Future<Output = Result<B, Problem>>,
-) -> Result<(A, B), Problem> {
-    tokio::pin!(prefill, decode);
-    tokio::select! {
-        a = &mut prefill => match a {
-            Ok(a) => decode.await.map(|b| (a, b)),
-            // Nothing was begun: decode has nothing to add.
-            Err(problem) if problem.stage == Stage::Admission => Err(problem),
-            // Decode decides whether it has its bytes, so its words come first.
-            Err(problem) => match timeout(LAST_WORDS, decode).await {
-                Ok(Err(better)) if better.blame != Blame::Caller => Err(better),
-                _ => Err(problem),
-            },
-        },
-        b = &mut decode => match b {
-            Ok(b) => prefill.await.map(|a| (a, b)),
-            Err(problem) => {
-                if problem.stage != Stage::Admission {
-                    let _ = timeout(LAST_WORDS, prefill).await;
-                }
-                Err(problem)
-            }
-        },
-    }
-}
-
-async fn decode(
-    cluster: &Cluster,
-    request: &DecodeRequest,
-    mut on_token: impl FnMut(u32),
-) -> Result<Decoded, Problem> {
-    let started = Instant::now();
-    let mut stream = cluster.decode.client.decode(request).await?;
-    let (mut tokens, mut first) = (Vec::new(), None);
-    while let Some(record) = stream.next().await? {
-        match record {
-            DecodeRecord::Token(token) => {
-                first.get_or_insert_with(|| started.elapsed());
-                on_token(token.id);
-                tokens.push(token);
-            }
-            DecodeRecord::Done(done) => {
-                let last = started.elapsed();
-                return Ok(Decoded { tokens, first: first.unwrap_or(last), last, done });
-            }
-            DecodeRecord::Error(problem) => return Err(problem),
-        }
-    }
-    Err(Problem::new(Blame::PeerMisbehaved, Stage::Compute, "the decode stream ended without an end"))
+fn unfinished() -> Problem {
+    let cause = "decode has answered, but prefill does not say how it went";
+    Problem::new(Blame::PeerMisbehaved, Stage::HandOff, cause)
 }
 
 /// A room id that nobody can guess or meet twice.

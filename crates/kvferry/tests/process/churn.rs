@@ -9,11 +9,11 @@ use std::{
     time::Duration,
 };
 
-use kvferry::server::Problem;
+use kvferry::server::{InstancePair, Leg, PairEvent, Problem};
 
 use crate::{
     common::wait_until,
-    fleet::{Alone, Ask, Fleet, Peer, Tokens, collect, settled, wait_for_quiet, wait_for_same},
+    fleet::{Alone, Ask, Fleet, Peer, Tokens, settled, wait_for_quiet, wait_for_same},
 };
 
 /// Rooms at a time.
@@ -141,15 +141,18 @@ fn one(
     let before = starts();
     let (ask, expected) = asked;
     let ask = Ask { room: room as u128 + 1, ..ask.clone() };
-    let (to_prefill, to_decode, prefill_client, decode_client) = {
+    let (pair, request) = {
         let (prefill, decode) = (prefill.peer.read().unwrap(), decode.peer.read().unwrap());
-        (ask.to_prefill(), ask.to_decode(&prefill), prefill.client(), decode.client())
+        let leg = |peer: &Peer| Leg { instance: peer.name(), client: peer.client() };
+        (InstancePair { prefill: leg(&prefill), decode: leg(&decode) }, ask.to_decode(&prefill))
     };
     let whole = async {
-        let decoded = async { collect(&decode_client, &to_decode, None).await };
-        let prefilled = async { prefill_client.prefill(&to_prefill).await };
-        // The first failure gives the room up on the other side too.
-        let ((tokens, _), _) = tokio::try_join!(decoded, prefilled)?;
+        let (mut answer, mut tokens) = (pair.open(request).await?, Tokens::new());
+        while let Some(event) = answer.next().await? {
+            if let PairEvent::Token(token) = event {
+                tokens.push((token.id, token.logprob.to_bits()));
+            }
+        }
         Ok::<_, Problem>(tokens)
     };
     let ended = if room % 7 == 3 {

@@ -130,9 +130,13 @@ fn leave(transport: &str) {
             }
             quiet(&what);
             // The same attempt again is refused on both sides, and leaves nothing; the next one is served.
-            let again = Flight::start(runtime, &ask, &prefill, &decode);
-            let decoded = runtime.block_on(again.decode).unwrap().0.map(drop);
-            let prefilled = runtime.block_on(again.prefill).unwrap().0.map(drop);
+            let said = tokio::sync::oneshot::channel().0;
+            let (prefilled, decoded) = (
+                start_prefill(runtime, &ask, &prefill),
+                start_decode(runtime, &ask, &prefill, &decode, said),
+            );
+            let decoded = runtime.block_on(decoded).unwrap().0.map(drop);
+            let prefilled = runtime.block_on(prefilled).unwrap().0.map(drop);
             for problem in [decoded.expect_err(&what), prefilled.expect_err(&what)] {
                 let words = ["a retry is a new attempt", "the client"];
                 assert!(words.iter().any(|w| problem.cause.contains(w)), "{what}: {problem}");

@@ -14,10 +14,10 @@ use kvferry::{
         Attention, Engine, EngineConfig, Event, LoadOptions, Model, NoHandOff, Request, checkpoint,
         math::Arith,
     },
-    plan::{Attempt, InstanceId, RoomId, RoomKey},
+    plan::{Attempt, Blame, InstanceId, RoomId, RoomKey},
     server::{
         DecodeDone, DecodeRecord, DecodeRequest, InstanceClient, PrefillReply, PrefillRequest, Problem,
-        SamplingSpec,
+        SamplingSpec, Stage,
     },
 };
 use serde_json::Value;
@@ -251,12 +251,19 @@ pub(crate) struct Flight {
 
 impl Flight {
     pub(crate) fn start(runtime: &Runtime, ask: &Ask, prefill: &Peer, decode: &Peer) -> Self {
-        let (said, first) = oneshot::channel();
-        Self {
-            prefill: start_prefill(runtime, ask, prefill),
-            decode: start_decode(runtime, ask, prefill, decode, said),
-            first,
-        }
+        let ((granted, reserved), (said, first)) = (oneshot::channel(), oneshot::channel());
+        let (client, request) = (decode.client(), ask.to_decode(prefill));
+        let decode =
+            async move { (collect(&client, &request, Some(granted), Some(said)).await, Instant::now()) };
+        let (client, request) = (prefill.client(), ask.to_prefill());
+        let prefill = async move {
+            let asked = match reserved.await {
+                Ok(()) => client.prefill(&request).await,
+                Err(_) => Err(Problem::new(Blame::Caller, Stage::Admission, "decode has no pages")),
+            };
+            (asked, Instant::now())
+        };
+        Self { prefill: runtime.spawn(prefill), decode: runtime.spawn(decode), first }
     }
 
     /// Both ends of a room; a room that failed at one end is given up at the other.
@@ -288,24 +295,29 @@ pub(crate) fn start_decode(
     first: oneshot::Sender<()>,
 ) -> JoinHandle<Ended<(Tokens, DecodeDone)>> {
     let (client, request) = (decode.client(), ask.to_decode(prefill));
-    runtime.spawn(async move { (collect(&client, &request, Some(first)).await, Instant::now()) })
+    runtime.spawn(async move { (collect(&client, &request, None, Some(first)).await, Instant::now()) })
 }
 
-/// A decode request to its end.
+/// A decode request to its end; tells when it has its pages, and when the first token is here.
 pub(crate) async fn collect(
     client: &InstanceClient,
     request: &DecodeRequest,
+    mut reserved: Option<oneshot::Sender<()>>,
     mut first: Option<oneshot::Sender<()>>,
 ) -> Result<(Tokens, DecodeDone), Problem> {
     let mut stream = client.decode(request).await?;
     let mut tokens = Tokens::new();
     while let Some(record) = stream.next().await? {
-        match record {
-            DecodeRecord::Token(token) => tokens.push((token.id, token.logprob.to_bits())),
+        let told = match record {
+            DecodeRecord::Reserved { .. } => &mut reserved,
+            DecodeRecord::Token(token) => {
+                tokens.push((token.id, token.logprob.to_bits()));
+                &mut first
+            }
             DecodeRecord::Done(done) => return Ok((tokens, done)),
             DecodeRecord::Error(problem) => return Err(problem),
-        }
-        first.take().map(|first| first.send(()));
+        };
+        told.take().map(|told| told.send(()));
     }
     panic!("the stream of {} ended without an end", request.key)
 }

@@ -14,8 +14,8 @@ use kvferry::{
 use crate::{
     common::wait_until,
     fleet::{
-        Alone, Ask, Ended, Fleet, Flight, Peer, notice, run, settled, start_decode, wait_for_quiet,
-        wait_for_same,
+        Alone, Ask, Ended, Fleet, Flight, Peer, notice, run, settled, start_decode, start_prefill,
+        wait_for_quiet, wait_for_same,
     },
 };
 
@@ -202,22 +202,24 @@ impl Scene {
         self.survivor_is_free(what);
         let ask = self.next(40, 4);
         let asked = Instant::now();
-        let flight = Flight::start(&self.fleet.runtime, &ask, &self.prefill, &self.decode);
+        let said = tokio::sync::oneshot::channel().0;
+        let prefilling = start_prefill(&self.fleet.runtime, &ask, &self.prefill);
+        let decoding = start_decode(&self.fleet.runtime, &ask, &self.prefill, &self.decode, said);
         if self.victim == Side::Prefill {
-            let ended = self.while_answering(what, || self.fleet.runtime.block_on(flight.decode).unwrap());
+            let ended = self.while_answering(what, || self.fleet.runtime.block_on(decoding).unwrap());
             let problem = failed(what, ended, asked);
             assert_eq!(problem.stage, Stage::HandOff, "{what}: {problem}");
             assert_eq!(problem.blame, Blame::PeerMisbehaved, "{what}: {problem}");
             assert!(problem.cause.contains("prefill at 127.0.0.1:"), "{what}: {problem}");
-            flight.prefill.abort();
+            prefilling.abort();
         } else {
             // Prefill cannot know that nobody will come: the client does, and leaves.
             wait_until(what, || self.prefill.ledger().count("/engine/finished") == 1);
             self.while_answering(what, || {
-                flight.prefill.abort();
+                prefilling.abort();
                 wait_for_quiet(what, &self.prefill);
             });
-            flight.decode.abort();
+            decoding.abort();
         }
         self.revive(blow);
         self.quiet(what);
