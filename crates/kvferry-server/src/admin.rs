@@ -15,6 +15,7 @@ use kvferry_engine::EngineStats;
 use kvferry_plan::{Attempt, Blame, Incarnation, InstanceId, RankId, RoomId, RoomKey};
 use kvferry_registry::{Role, State as Registered};
 use serde::{Deserialize, Serialize};
+use serde_json::json;
 
 use crate::{KvDump, Problem, Stage, instance::Shared, process::ProcessCounts};
 
@@ -52,6 +53,24 @@ pub(crate) async fn health(State(shared): State<Arc<Shared>>) -> Json<Health> {
     })
 }
 
+/// 200 while the instance takes work; else 503 with the reason.
+pub(crate) async fn ready(State(shared): State<Arc<Shared>>) -> Response {
+    let registered = match shared.registration.state() {
+        Registered::Registered => Ok(()),
+        Registered::Trying => Err("the registry is not reached".into()),
+        Registered::Refused(reason) => Err(reason),
+    };
+    let state = match shared.admit() {
+        Ok(()) => registered,
+        Err(problem) => Err(problem.cause),
+    };
+    match state {
+        Ok(()) => Json(json!({ "ready": true })).into_response(),
+        Err(reason) => (StatusCode::SERVICE_UNAVAILABLE, Json(json!({ "ready": false, "reason": reason })))
+            .into_response(),
+    }
+}
+
 #[derive(Serialize)]
 pub(crate) struct Ledger {
     /// Pages and requests.
@@ -79,7 +98,7 @@ pub(crate) async fn ledger(State(shared): State<Arc<Shared>>) -> Json<Ledger> {
 /// A path that this instance does not have.
 pub(crate) async fn nowhere(State(shared): State<Arc<Shared>>, uri: Uri) -> Response {
     let cause = format!(
-        "{} is a {} instance and has no {}; it serves /health, /debug/ledger, /debug/kv/{{room}} and /internal/{}",
+        "{} is a {} instance and has no {}; it serves /health, /ready, /debug/ledger, /debug/kv/{{room}} and /internal/{}",
         shared.instance,
         shared.role,
         uri.path(),

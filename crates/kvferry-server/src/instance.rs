@@ -276,6 +276,7 @@ pub(crate) fn prompt(listener: TcpListener) -> impl Listener<Addr = SocketAddr> 
 fn routes(shared: Arc<Shared>) -> Router {
     let admin = Router::new()
         .route("/health", get(admin::health))
+        .route("/ready", get(admin::ready))
         .route("/debug/ledger", get(admin::ledger))
         .route("/debug/kv/{room}", get(admin::kv).delete(admin::release));
     match shared.role {

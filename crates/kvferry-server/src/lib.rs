@@ -4,12 +4,13 @@
 //! | request | of | answer |
 //! |---|---|---|
 //! | `GET /health` | all | [`Health`] |
+//! | `GET /ready` | prefill, decode, router | 200 when it takes work; 503 with the reason |
 //! | `GET /debug/ledger` | all | what the process holds: pages, rooms, links, sockets, descriptors, threads |
 //! | `GET /debug/kv/{room}?attempt=A&rank=R` | prefill, decode | [`KvDump`]: the prompt's cache on one rank, by coordinate |
 //! | `DELETE /debug/kv/{room}?attempt=A` | prefill, decode | 204; releases a room that was held for such reading |
 //! | `POST /internal/prefill` | prefill | [`PrefillRequest`] to [`PrefillReply`], when the room has ended |
 //! | `POST /internal/decode` | decode | [`DecodeRequest`] to a stream of [`DecodeRecord`], one JSON object a line |
-//! | `GET /v1/models`, `POST /v1/completions`, `POST /v1/chat/completions` | mono | as OpenAI has them; `docs/api.md` |
+//! | `GET /v1/models`, `POST /v1/completions`, `POST /v1/chat/completions` | mono, router | as OpenAI has them; `docs/api.md` |
 //!
 //! A client that goes away ends its room, on both sides. Every refusal and failure is a [`Problem`]; `/v1` tells it in
 //! OpenAI's shape. The crate is
@@ -33,6 +34,7 @@ mod pair;
 mod prefill;
 mod process;
 mod registry;
+mod router;
 
 pub use admin::Health;
 pub use api::{
@@ -47,3 +49,4 @@ pub use instance::{Instance, InstanceConfig};
 pub use mono::{Mono, MonoConfig};
 pub use pair::{InstancePair, Leg, PairAnswer, PairDone, PairEvent};
 pub use registry::serve_registry;
+pub use router::{Router, RouterConfig};

@@ -2,14 +2,14 @@
 
 use std::{ffi::OsString, net::SocketAddr, path::PathBuf};
 
-use clap::{Args, Parser, Subcommand, ValueEnum};
+use clap::{Args, CommandFactory, FromArgMatches, Parser, Subcommand, ValueEnum};
 use kvferry_engine::{Attention, EngineConfig, math::Arith};
 use kvferry_plan::{Dtype, LayerSplit, LayoutSpec};
 use kvferry_registry::check_instance;
 use kvferry_server::InstanceConfig;
 use kvferry_transport::{Inject, TransportKind};
 
-use crate::{bench::BenchCommand, model::ModelRef, plan::PlanArgs};
+use crate::{bench::BenchCommand, failure::Failure, model::ModelRef, plan::PlanArgs, settings};
 
 /// Moves the KV cache of language models between instances with different parallel layouts: exactly, quickly, safely
 #[derive(Debug, Parser)]
@@ -39,11 +39,19 @@ pub(crate) enum Command {
     /// Needs no model and no peer, and plans also what the engine cannot run yet. Exit status: 0 when supported, 1 when
     /// not (the axis and the reason are named), 2 when the request makes no sense.
     Plan(Box<PlanArgs>),
-    /// Run one process: a registry, a prefill or decode instance, or a whole model behind an API
+    /// Run one process: a registry, a prefill or decode instance, a router, or a whole model behind an API
     ///
     /// Prints one line of JSON when it is ready, with the URL of its HTTP port (/health, /debug/ledger). Drains and
     /// exits on SIGTERM or SIGINT. KVFERRY_LOG sets what is logged, for example to `info` or `kvferry_node=debug`.
     Serve(Box<ServeArgs>),
+    /// Run a cluster on this machine behind an OpenAI-compatible API
+    ///
+    /// Starts a registry, prefill and decode instances and a router, each in its own process, waits until they serve, and
+    /// prints a request to copy. Ctrl-C ends all in order: the router first, then the instances, each after what it has
+    /// under way. An instance that dies is started again. Each option can also be given in the environment
+    /// (KVFERRY_POOL_TOKENS for --pool-tokens) or in FILE.toml (`pool-tokens = 4096`); the command line counts before
+    /// the environment, and the environment before the file.
+    Up(Box<UpArgs>),
 }
 
 #[derive(Debug, Subcommand)]
@@ -148,7 +156,7 @@ pub(crate) struct ServeArgs {
     #[arg(long, value_name = "ADDRESS", default_value = "127.0.0.1:0")]
     pub(crate) listen: SocketAddr,
     /// URL of the registry, which may start later
-    #[arg(long, value_name = "URL", required_if_eq_any([("role", "prefill"), ("role", "decode")]))]
+    #[arg(long, value_name = "URL", required_if_eq_any([("role", "prefill"), ("role", "decode"), ("role", "router")]))]
     pub(crate) registry: Option<String>,
     /// Name of the instance, the same over restarts; the role and `-0` when left out
     #[arg(long, value_name = "NAME", value_parser = instance)]
@@ -156,6 +164,9 @@ pub(crate) struct ServeArgs {
     /// smollm2, a GGUF file, a Hugging Face folder, hf:owner/repo/file, or embedded:llama_tiny
     #[arg(long, value_name = "MODEL", default_value = "smollm2")]
     pub(crate) model: ModelRef,
+    /// What clients of the API call the model; its own name when left out
+    #[arg(long, value_name = "NAME")]
+    pub(crate) model_name: Option<String>,
     /// Layout of the instance: keys tp, dcp, interleave, page, kv
     #[arg(long, value_name = "SPEC", value_parser = layout, default_value = "tp=1,page=16")]
     pub(crate) layout: LayoutSpec,
@@ -167,6 +178,70 @@ pub(crate) struct ServeArgs {
     pub(crate) exit_with_parent: bool,
     #[command(flatten)]
     pub(crate) engine: EngineArgs,
+}
+
+#[derive(Args, Clone, Debug)]
+pub(crate) struct UpArgs {
+    /// File with options, `name = value` a line; docs/up.toml is an example
+    #[arg(value_name = "FILE.toml")]
+    pub(crate) file: Option<PathBuf>,
+    /// Port of the API on 127.0.0.1; 0 takes a free one
+    #[arg(long, value_name = "PORT", default_value_t = 8000)]
+    pub(crate) port: u16,
+    /// smollm2, a GGUF file, a Hugging Face folder, hf:owner/repo/file, or embedded:llama_tiny
+    ///
+    /// SmolLM2-135M-Instruct when left out, fetched when it is not there; when no source has it, a tiny built-in
+    /// checkpoint.
+    #[arg(long, value_name = "MODEL")]
+    pub(crate) model: Option<ModelRef>,
+    /// Layout of a prefill instance: keys tp, dcp, interleave, page, kv; once for each instance
+    #[arg(long, value_name = "SPEC", value_parser = layout, default_value = "tp=2,page=16")]
+    pub(crate) prefill: Vec<LayoutSpec>,
+    /// Layout of a decode instance; once for each instance
+    #[arg(long, value_name = "SPEC", value_parser = layout, default_value = "tp=1,page=16")]
+    pub(crate) decode: Vec<LayoutSpec>,
+    /// Longest that a request may wait for pages; then it fails
+    #[arg(long, value_name = "SECONDS", default_value_t = InstanceConfig::QUEUE.as_secs())]
+    pub(crate) max_wait: u64,
+    /// Print one line of JSON instead of text and table
+    #[arg(long)]
+    pub(crate) json: bool,
+    #[command(flatten)]
+    pub(crate) engine: EngineArgs,
+}
+
+/// Reads a command line, with what the environment and a file add to it. Ends the process where clap would.
+pub(crate) fn parse(line: &[OsString]) -> Result<Command, Failure> {
+    let cli = command().try_get_matches_from(line).and_then(|matches| {
+        let cli = Cli::from_arg_matches(&matches)?;
+        Ok((cli, matches))
+    });
+    let (cli, matches) = cli.unwrap_or_else(|error| error.exit());
+    let file = match &cli.command {
+        Command::Up(up) => up.file.clone(),
+        _ => None,
+    };
+    let Some((file, (name, given))) = file.zip(matches.subcommand()) else { return Ok(cli.command) };
+    let whole = command();
+    let Some(described) = whole.find_subcommand(name) else { return Ok(cli.command) };
+    let more = settings::from_file(&file, described, given)?;
+    // Right after the name of the command, where options may stand whatever follows.
+    let at = line.iter().position(|word| word == name).map_or(line.len(), |at| at + 1);
+    let line = line.iter().take(at).chain(&more).chain(line.iter().skip(at));
+    let cli = command().try_get_matches_from(line).and_then(|matches| Cli::from_arg_matches(&matches));
+    cli.map(|cli| cli.command).map_err(|error| {
+        let text = error.to_string();
+        let first = text.split("\n\n").next().unwrap_or_default();
+        Failure::caller(format!("{}: {}", file.display(), first.trim_start_matches("error: ")))
+    })
+}
+
+/// The command line as it is described, with the environment.
+fn command() -> clap::Command {
+    let command = Cli::command();
+    ["serve", "up"]
+        .into_iter()
+        .fold(command, |command, name| command.mut_subcommand(name, settings::from_environment))
 }
 
 impl EngineArgs {
@@ -254,6 +329,8 @@ pub(crate) enum RoleArg {
     Decode,
     /// Does both alone and speaks the OpenAI-compatible API
     Mono,
+    /// Speaks the OpenAI-compatible API over pairs of instances
+    Router,
 }
 
 /// A layout, if everything that it says is built.
@@ -294,7 +371,6 @@ fn dtype(text: &str) -> Result<Dtype, String> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use clap::CommandFactory;
 
     #[test]
     fn the_command_line_is_sound() {

@@ -4,30 +4,38 @@
 
 mod args;
 mod bench;
+mod child;
 mod demo;
 mod failure;
 mod model;
 mod plan;
 mod serve;
+mod settings;
 mod terminal;
+mod up;
 
 use std::{process::ExitCode, time::Duration};
 
-use clap::Parser;
 use kvferry_plan::Blame;
 use tracing_subscriber::EnvFilter;
 
-use args::{Cli, Command, ModelCommand};
+use args::{Command, ModelCommand};
 use failure::Failure;
 use model::Progress;
 
 fn main() -> ExitCode {
-    let cli = Cli::parse();
+    let command = match args::parse(&std::env::args_os().collect::<Vec<_>>()) {
+        Ok(command) => command,
+        Err(failure) => {
+            terminal::complain(&failure);
+            return failure.exit_code();
+        }
+    };
     let filter = EnvFilter::try_from_env("KVFERRY_LOG").unwrap_or_else(|_| EnvFilter::new("warn"));
     tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).init();
     // The TLS library asks for its cryptography before the first connection; nobody else has chosen one.
     let _ = rustls::crypto::ring::default_provider().install_default();
-    match run(cli.command).and_then(|code| terminal::written().map(|()| code)) {
+    match run(command).and_then(|code| terminal::written().map(|()| code)) {
         Ok(code) => code,
         Err(failure) => {
             terminal::complain(&failure);
@@ -49,6 +57,7 @@ fn run(command: Command) -> Result<ExitCode, Failure> {
         Command::Demo(args) => runtime.block_on(demo::run(*args)),
         Command::Plan(args) => plan::run(&args),
         Command::Serve(args) => runtime.block_on(serve::run(*args)).map(|()| ExitCode::SUCCESS),
+        Command::Up(args) => runtime.block_on(up::run(*args)).map(|()| ExitCode::SUCCESS),
         Command::Model(ModelCommand::Path { model }) => {
             model::path(&model).map(|path| terminal::line(path.display())).map(|()| ExitCode::SUCCESS)
         }

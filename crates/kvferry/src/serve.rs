@@ -2,10 +2,12 @@
 
 use std::{io::Read, time::Duration};
 
-use kvferry_engine::{LoadOptions, Model};
+use kvferry_engine::{LoadOptions, Model, Voice};
 use kvferry_plan::{Blame, Bytes, InstanceId};
 use kvferry_registry::{Role, bind_loopback};
-use kvferry_server::{Instance, InstanceConfig, Mono, MonoConfig, ServerError, serve_registry};
+use kvferry_server::{
+    Instance, InstanceConfig, Mono, MonoConfig, Router, RouterConfig, ServerError, serve_registry,
+};
 use serde_json::json;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio_util::sync::CancellationToken;
@@ -37,6 +39,7 @@ pub(crate) async fn run(args: ServeArgs) -> Result<(), Failure> {
             ready(&format!("http://{at}"), &instance, args.role);
             return Ok(serve_registry(listener, drain).await?);
         }
+        RoleArg::Router => return route(args, instance, drain).await,
         RoleArg::Prefill => Some(Role::Prefill),
         RoleArg::Decode => Some(Role::Decode),
         RoleArg::Mono => None,
@@ -48,7 +51,7 @@ pub(crate) async fn run(args: ServeArgs) -> Result<(), Failure> {
     let Some(role) = role else {
         let config = MonoConfig {
             instance: InstanceId(instance.clone()),
-            model_name: args.model.served_name(),
+            model_name: args.model_name.or_else(|| args.model.served_name()),
             listen: args.listen,
             engine,
         };
@@ -69,6 +72,24 @@ pub(crate) async fn run(args: ServeArgs) -> Result<(), Failure> {
         queue: Duration::from_secs(args.max_wait),
     };
     let running = Instance::start(model, config).await?;
+    ready(&running.url(), &instance, args.role);
+    Ok(running.serve(drain).await?)
+}
+
+/// Runs a router, which reads of its model only what turns texts into tokens.
+async fn route(args: ServeArgs, instance: String, drain: CancellationToken) -> Result<(), Failure> {
+    let located = model::locate(&args.model, Progress::Shown).await?;
+    let mut voice = blocking(move || Ok(Voice::from_checkpoint(&located.open()?)?)).await?;
+    if let Some(name) = args.model_name.or_else(|| args.model.served_name()) {
+        voice.name = name;
+    }
+    let config = RouterConfig {
+        instance: InstanceId(instance.clone()),
+        voice,
+        listen: args.listen,
+        registry: args.registry.unwrap_or_default(),
+    };
+    let running = Router::start(config).await?;
     ready(&running.url(), &instance, args.role);
     Ok(running.serve(drain).await?)
 }

@@ -6,6 +6,7 @@ use std::{
     sync::OnceLock,
 };
 
+use comfy_table::{ContentLineStyle, LineStyle, Table, TableStyle};
 use kvferry_plan::Blame;
 
 use crate::failure::Failure;
@@ -72,4 +73,18 @@ pub(crate) fn complain(failure: &Failure) {
 /// Writes a note to stderr.
 pub(crate) fn note(text: impl fmt::Display) {
     let _ = writeln!(std::io::stderr(), "note: {text}");
+}
+
+const STYLE: TableStyle = TableStyle::new()
+    .top_border(LineStyle::new('╭', '─', '┬', '╮'))
+    .header_lines(ContentLineStyle::new('│', '│', '│'))
+    .header_separator(LineStyle::new('├', '─', '┼', '┤'))
+    .content_lines(ContentLineStyle::new('│', '│', '│'))
+    .bottom_border(LineStyle::new('╰', '─', '┴', '╯'));
+
+/// An empty table in this program's look.
+pub(crate) fn table() -> Table {
+    let mut table = Table::new();
+    table.load_style(STYLE);
+    table
 }

@@ -17,6 +17,7 @@ fn help() {
     insta::assert_snapshot!("help", said(&["--help"]));
     insta::assert_snapshot!("help_demo", said(&["demo", "--help"]));
     insta::assert_snapshot!("help_serve", said(&["serve", "--help"]));
+    insta::assert_snapshot!("help_up", said(&["up", "--help"]));
     insta::assert_snapshot!("help_plan", said(&["plan", "--help"]));
     insta::assert_snapshot!("help_bench_plan", said(&["bench", "plan", "--help"]));
     insta::assert_snapshot!("help_model", said(&["model", "--help"]));

@@ -113,7 +113,8 @@ impl ApiError {
 
 impl From<Problem> for ApiError {
     fn from(problem: Problem) -> Self {
-        let error = Self::new(problem.status(), problem.cause);
+        let at = problem.instance.as_ref().map(|instance| format!("{instance}: ")).unwrap_or_default();
+        let error = Self::new(problem.status(), at + &problem.cause);
         Self { detail: Detail { stage: problem.stage, blame: problem.blame, ..error.detail }, ..error }
     }
 }

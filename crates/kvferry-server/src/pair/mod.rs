@@ -57,8 +57,9 @@ pub struct PairDone {
 }
 
 impl InstancePair {
-    /// Asks for a room; answers when both sides are at work. `request` names no prefill that counts: this one's is
-    /// put in. Dropping the future or the answer ends the room on both sides.
+    /// Asks for a room; answers when decode has its pages. Prefill is asked with the first [`PairAnswer::next`]. The
+    /// prefill that `request` names does not count: this pair's is put in. Dropping the future or the answer ends the
+    /// room on both sides.
     ///
     /// # Errors
     /// What decode says before it has its pages; prefill has not been asked then.

@@ -17,9 +17,9 @@ use kvferry_plan::{Dtype, LayoutSpec};
 use crate::{
     args::DemoArgs,
     failure::Failure,
-    model::{self, Located, ModelRef, Progress},
+    model::{self, Progress},
     serve::blocking,
-    terminal::{self, Look, styled},
+    terminal,
 };
 use cluster::Cluster;
 use prompts::Prompt;
@@ -30,7 +30,8 @@ use show::Show;
 /// Runs the demo; the exit status says whether everything was proven equal.
 pub(crate) async fn run(mut args: DemoArgs) -> Result<ExitCode, Failure> {
     same_cache(&args)?;
-    let located = find_model(&args).await?;
+    let progress = if args.json { Progress::Quiet } else { Progress::Shown };
+    let (_, located) = model::or_embedded(args.model.as_ref(), progress).await?;
     let checkpoint = blocking({
         let located = located.clone();
         move || located.open()
@@ -84,28 +85,6 @@ pub(crate) async fn run(mut args: DemoArgs) -> Result<ExitCode, Failure> {
         table::print(&report);
     }
     Ok(if report.proven { ExitCode::SUCCESS } else { ExitCode::FAILURE })
-}
-
-/// The model that was named; or the default one; or, when nobody named one and no source has it, the built-in one.
-async fn find_model(args: &DemoArgs) -> Result<Located, Failure> {
-    let progress = if args.json { Progress::Quiet } else { Progress::Shown };
-    let named = args.model.as_ref();
-    match (model::locate(named.unwrap_or(&ModelRef::SmolLm2), progress).await, named) {
-        (Err(why), None) => {
-            let note = format!(
-                "no SmolLM2 here: using the built-in checkpoint {} (random weights, served by token ids)",
-                model::EMBEDDED
-            );
-            if args.json {
-                terminal::note(format_args!("{note}; {why}"));
-            } else {
-                terminal::line(styled(Look::Strong, note));
-                terminal::note(why);
-            }
-            Ok(Located::Embedded)
-        }
-        (found, _) => found,
-    }
 }
 
 fn reference_runs(

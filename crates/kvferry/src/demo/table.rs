@@ -1,6 +1,6 @@
 //! What a demo found, for people.
 
-use comfy_table::{Cell, CellAlignment, ContentLineStyle, LineStyle, Table, TableStyle};
+use comfy_table::{Cell, CellAlignment, Table};
 use kvferry_plan::Bytes;
 
 use super::report::{Claim, Outcome, PromptReport, Report, Times};
@@ -20,26 +20,13 @@ pub(super) fn print(report: &Report) {
     verdict(report);
 }
 
-const STYLE: TableStyle = TableStyle::new()
-    .top_border(LineStyle::new('╭', '─', '┬', '╮'))
-    .header_lines(ContentLineStyle::new('│', '│', '│'))
-    .header_separator(LineStyle::new('├', '─', '┼', '┤'))
-    .content_lines(ContentLineStyle::new('│', '│', '│'))
-    .bottom_border(LineStyle::new('╰', '─', '┴', '╯'));
-
-fn new_table() -> Table {
-    let mut table = Table::new();
-    table.load_style(STYLE);
-    table
-}
-
 /// One prompt: a row for each fact.
 fn single(report: &Report, prompt: &PromptReport) -> Table {
     let Outcome { transfer, two_processes, one_process, .. } = &prompt.outcome;
     let transfer = transfer.unwrap_or_default();
     let (two, one) = (two_processes.unwrap_or_default(), one_process.unwrap_or_default());
     let generated = prompt.outcome.generated.len();
-    let mut table = new_table();
+    let mut table = terminal::table();
     table.set_header(["", "two processes", "one process"]);
     let mut row = |name: &str, two: String, one: String| {
         table.add_row([name.to_owned(), two, one]);
@@ -66,7 +53,7 @@ fn single(report: &Report, prompt: &PromptReport) -> Table {
 
 /// Several prompts: a row for each.
 fn several(report: &Report, prompts: &[PromptReport]) -> Table {
-    let mut table = new_table();
+    let mut table = terminal::table();
     let layouts = format!("{} → {}\nover {}", report.prefill, report.decode, report.transport);
     terminal::line(styled(Look::Dim, layouts));
     let right = |text: String| Cell::new(text).set_alignment(CellAlignment::Right);

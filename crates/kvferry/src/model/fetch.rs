@@ -32,7 +32,7 @@ impl Progress {
     }
 
     /// A spinner for work whose size is not known.
-    pub(super) fn spinner(self, what: &str) -> ProgressBar {
+    pub(crate) fn spinner(self, what: &str) -> ProgressBar {
         let bar = self.bar(None, "{spinner:.cyan} {msg}  {elapsed}", what);
         bar.enable_steady_tick(Duration::from_millis(100));
         bar

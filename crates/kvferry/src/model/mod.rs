@@ -14,7 +14,10 @@ use std::{
 use kvferry_engine::checkpoint::{self, Checkpoint};
 use kvferry_plan::Blame;
 
-use crate::failure::Failure;
+use crate::{
+    failure::Failure,
+    terminal::{self, Look, styled},
+};
 pub(crate) use fetch::Progress;
 
 /// The checkpoint that is built into the binary.
@@ -116,6 +119,30 @@ pub(crate) async fn locate(model: &ModelRef, progress: Progress) -> Result<Locat
             ),
         )),
         ModelRef::SmolLm2 => pull::smollm2(progress).await.map(Located::At),
+    }
+}
+
+/// The model that was named; or the default one; or, when nobody named one and no source has it, the built-in one, which
+/// is said.
+pub(crate) async fn or_embedded(
+    named: Option<&ModelRef>,
+    progress: Progress,
+) -> Result<(ModelRef, Located), Failure> {
+    let model = named.cloned().unwrap_or(ModelRef::SmolLm2);
+    match (locate(&model, progress).await, named) {
+        (Err(why), None) => {
+            let note = format!(
+                "no SmolLM2 here: using the built-in checkpoint {EMBEDDED} (random weights, served by token ids)"
+            );
+            if progress == Progress::Quiet {
+                terminal::note(format_args!("{note}; {why}"));
+            } else {
+                terminal::line(styled(Look::Strong, note));
+                terminal::note(why);
+            }
+            Ok((ModelRef::Embedded, Located::Embedded))
+        }
+        (found, _) => Ok((model, found?)),
     }
 }
 

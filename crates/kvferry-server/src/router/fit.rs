@@ -1,0 +1,81 @@
+//! Whether a prefill can serve a decode, and what a hand-off between the two costs. Each is found once for two starts.
+
+use std::collections::HashMap;
+
+use kvferry_plan::{Blame, Descriptor, End, Incarnation, PageTable, Pair, RankId, TokenRange};
+
+use super::seat::Seat;
+use crate::{Problem, Stage};
+
+/// Length of the prompt whose hand-off is planned to compare pairs, in tokens.
+const TOKENS: u64 = 256;
+/// Pairs of ranks that are planned for that; of larger instances only the bytes are compared.
+const RANKS: u64 = 256;
+
+/// What a hand-off of a prompt of [`TOKENS`] tokens takes; less is better.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct Cost {
+    /// Bytes that the decode ranks receive together.
+    pub(super) bytes: u64,
+    /// Strided copies.
+    pub(super) copies: u64,
+}
+
+/// The answers so far.
+#[derive(Debug, Default)]
+pub(super) struct Fits {
+    known: HashMap<(Incarnation, Incarnation), Result<Cost, Problem>>,
+}
+
+impl Fits {
+    /// Whether `prefill` can serve `decode`; a refusal names the field.
+    pub(super) fn ask(&mut self, prefill: &Seat, decode: &Seat) -> Result<Cost, Problem> {
+        self.known
+            .entry((prefill.incarnation, decode.incarnation))
+            .or_insert_with(|| compare(prefill, decode))
+            .clone()
+    }
+
+    /// Forgets starts that are not there any more.
+    pub(super) fn keep(&mut self, there: impl Fn(Incarnation) -> bool) {
+        self.known.retain(|(prefill, decode), _| there(*prefill) && there(*decode));
+    }
+}
+
+fn compare(prefill: &Seat, decode: &Seat) -> Result<Cost, Problem> {
+    let refused = |why: &dyn std::fmt::Display| {
+        let cause = format!("{} cannot serve {}: {why}", prefill.instance, decode.instance);
+        Problem::new(Blame::PeerIncompatible, Stage::Lookup, cause)
+    };
+    prefill.descriptor.compare(&decode.descriptor).map_err(|mismatch| refused(&mismatch))?;
+    let pair = pair(&prefill.descriptor, &decode.descriptor).map_err(|axis| refused(&axis))?;
+    if !prefill.transports.iter().any(|name| decode.transports.contains(name)) {
+        let (ours, theirs) = (prefill.transports.join("+"), decode.transports.join("+"));
+        return Err(refused(&format!("`transports` differs: here {ours}, at the peer {theirs}")));
+    }
+    Ok(cost(&pair))
+}
+
+fn pair(prefill: &Descriptor, decode: &Descriptor) -> Result<Pair, kvferry_plan::Unsupported> {
+    Pair::new(prefill.shape.clone(), prefill.placement.clone(), decode.placement.clone())
+}
+
+fn cost(pair: &Pair) -> Cost {
+    let tokens = TokenRange::new(0, TOKENS);
+    let (sources, targets) = (pair.src().ranks(), pair.dst().ranks());
+    let bytes = (0..targets).map(|rank| pair.target_bytes(RankId(rank), tokens).0).sum();
+    if u64::from(sources) * u64::from(targets) > RANKS {
+        return Cost { bytes, copies: 0 };
+    }
+    // At most a page a token, on either side.
+    let table = PageTable::identity(u32::try_from(TOKENS).unwrap_or(u32::MAX));
+    let plan = |src, dst| {
+        let end = |rank| End { rank: RankId(rank), table: &table };
+        // A pair that was accepted and still has no plan is dear, not wrong: pairing will say.
+        pair.plan(end(src), end(dst), tokens).map_or(u64::MAX, |plan| plan.copies())
+    };
+    let copies = (0..sources)
+        .flat_map(|src| (0..targets).map(move |dst| (src, dst)))
+        .fold(0, |sum: u64, (src, dst)| sum.saturating_add(plan(src, dst)));
+    Cost { bytes, copies }
+}

@@ -1,0 +1,106 @@
+//! The router as a process.
+
+use std::{
+    net::SocketAddr,
+    sync::{Arc, atomic::Ordering},
+    time::Duration,
+};
+
+use axum::{Router as Routes, routing::get};
+use kvferry_engine::Voice;
+use kvferry_plan::InstanceId;
+use kvferry_registry::{Client, bind_loopback};
+use tokio::net::TcpListener;
+use tokio_util::sync::CancellationToken;
+
+use super::{
+    admin::{self, Admin},
+    backend::Pairs,
+    view::View,
+};
+use crate::{ServerError, backend::Backend, instance::prompt, openai::Api};
+
+/// How long a router that was told to end waits for the answers that it gives.
+const DRAIN: Duration = Duration::from_secs(10);
+
+/// What a router is started with.
+#[derive(Clone, Debug)]
+pub struct RouterConfig {
+    /// Its name.
+    pub instance: InstanceId,
+    /// What turns texts into tokens. It has to be that of the model that the instances run.
+    pub voice: Voice,
+    /// Where its HTTP port is opened; loopback only, port 0 takes a free one.
+    pub listen: SocketAddr,
+    /// URL of the registry, which may start later.
+    pub registry: String,
+}
+
+/// A router.
+pub struct Router {
+    admin: Arc<Admin>,
+    listener: TcpListener,
+    http: SocketAddr,
+}
+
+impl std::fmt::Debug for Router {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Router").field("instance", &self.admin.instance).field("http", &self.http).finish()
+    }
+}
+
+impl Router {
+    /// Opens the port. Nobody is asked yet.
+    ///
+    /// # Errors
+    /// [`ServerError::Bind`], [`ServerError::Registry`] when its URL is none.
+    pub async fn start(config: RouterConfig) -> Result<Self, ServerError> {
+        let registry = Client::new(&config.registry)?;
+        let listener = bind_loopback(config.listen).await?;
+        let http = listener.local_addr()?;
+        let pairs = Arc::new(Pairs::new(View::new(registry)));
+        let api = Api::new(config.voice, Arc::clone(&pairs) as Arc<dyn Backend>);
+        Ok(Self { admin: Arc::new(Admin { instance: config.instance, pairs, api }), listener, http })
+    }
+
+    /// Base URL of the HTTP port.
+    #[must_use]
+    pub fn url(&self) -> String {
+        format!("http://{}", self.http)
+    }
+
+    /// Serves until `drain` is cancelled, then finishes the answers under way, for a bounded time.
+    ///
+    /// # Errors
+    /// [`ServerError::Http`].
+    pub async fn serve(self, drain: CancellationToken) -> Result<(), ServerError> {
+        let Self { admin, listener, .. } = self;
+        let pairs = Arc::clone(&admin.pairs);
+        let following = tokio::spawn({
+            let pairs = Arc::clone(&pairs);
+            async move { pairs.view.follow().await }
+        });
+        let routes = Routes::new()
+            .route("/health", get(admin::health))
+            .route("/ready", get(admin::ready))
+            .route("/debug/ledger", get(admin::ledger))
+            .with_state(Arc::clone(&admin));
+        let app = admin.api.app(routes);
+        let closing = drain.clone();
+        let server = axum::serve(prompt(listener), app).with_graceful_shutdown(closing.cancelled_owned());
+        let server = tokio::spawn(async move { server.await });
+        drain.cancelled().await;
+        pairs.draining.store(true, Ordering::Relaxed);
+        tracing::info!(instance = %admin.instance, rooms = pairs.rooms(), "draining");
+        let served = tokio::time::timeout(DRAIN, server).await;
+        following.abort();
+        match served {
+            Ok(Ok(served)) => Ok(served?),
+            Ok(Err(panic)) => Err(ServerError::Http(std::io::Error::other(panic))),
+            Err(_) => {
+                tracing::warn!(rooms = pairs.rooms(), "draining took too long: what is left is dropped");
+                Ok(())
+            }
+        }
+    }
+}

@@ -1,0 +1,80 @@
+//! `kvferry up`: a local cluster, from nothing to an API that answers, and its end in order.
+
+mod cluster;
+mod keeper;
+mod show;
+
+use kvferry_engine::checkpoint::Checkpoint;
+use kvferry_plan::Blame;
+use tokio::signal::unix::{SignalKind, signal};
+
+use crate::{
+    args::UpArgs,
+    failure::Failure,
+    model::{self, Progress},
+    serve::blocking,
+    terminal,
+};
+use cluster::Cluster;
+
+/// Starts the cluster and keeps it until somebody ends it, or what nothing works without has ended.
+pub(crate) async fn run(args: UpArgs) -> Result<(), Failure> {
+    let mut stop = Stop::new()?;
+    let progress = if args.json { Progress::Quiet } else { Progress::Shown };
+    let started = async {
+        let (model, located) = model::or_embedded(args.model.as_ref(), progress).await?;
+        let opened = located.clone();
+        let checkpoint: Checkpoint = blocking(move || opened.open()).await?;
+        let speaks = checkpoint.chat_template()?.is_some();
+        let name = model.served_name().unwrap_or_else(|| checkpoint.name().to_owned());
+        let cluster = Cluster::start(&args, &located, &name, progress).await?;
+        Ok::<_, Failure>((cluster, name, speaks))
+    };
+    let (mut cluster, name, speaks) = tokio::select! {
+        started = started => started?,
+        // What was started ends with this process.
+        () = stop.asked() => return Ok(()),
+    };
+    if args.json {
+        terminal::line(show::json(&cluster, &name));
+    } else {
+        terminal::line(show::text(&cluster, &name, speaks));
+    }
+    let died = tokio::select! {
+        died = cluster.died() => Some(died),
+        () = stop.asked() => None,
+    };
+    // Somebody who asks twice does not want to wait; the children see that this process is gone.
+    tokio::spawn(async move {
+        stop.asked().await;
+        std::process::exit(130);
+    });
+    if died.is_none() && !args.json {
+        terminal::line("finishing what is under way; Ctrl-C again ends it at once");
+    }
+    cluster.drain().await;
+    died.map_or(Ok(()), |how| Err(Failure::new(Blame::Environment, how)))
+}
+
+/// SIGINT and SIGTERM.
+struct Stop {
+    interrupt: tokio::signal::unix::Signal,
+    terminate: tokio::signal::unix::Signal,
+}
+
+impl Stop {
+    fn new() -> Result<Self, Failure> {
+        let failed = |e| Failure::new(Blame::Environment, format!("cannot watch for signals: {e}"));
+        Ok(Self {
+            interrupt: signal(SignalKind::interrupt()).map_err(failed)?,
+            terminate: signal(SignalKind::terminate()).map_err(failed)?,
+        })
+    }
+
+    async fn asked(&mut self) {
+        tokio::select! {
+            _ = self.interrupt.recv() => {}
+            _ = self.terminate.recv() => {}
+        }
+    }
+}

@@ -1,0 +1,107 @@
+//! Instances that die or stop, clients that leave, and clusters that cannot serve.
+
+use std::time::Instant;
+
+use serde_json::{Value, json};
+
+use crate::{
+    common::{Server, wait_until},
+    fleet::{Fleet, notice},
+    service::{Service, request},
+};
+
+const LAYOUTS: [&[&str]; 2] = [&["--layout", "tp=2"], &["--layout", "tp=1,page=24"]];
+
+#[test]
+fn a_decode_that_is_killed_in_the_middle_of_an_answer_is_named_and_the_other_serves_on() {
+    let service = Service::start(&LAYOUTS, &LAYOUTS);
+    let mut answer = service.stream(&request(30, 3000));
+    assert!(answer.next().is_some());
+    let [victim] = service.busy("decode")[..] else { panic!("one decode has the request") };
+    service.decodes[victim].signal("KILL");
+    let struck = Instant::now();
+    let (error, at) = answer.end().unwrap_err();
+    assert!(at.duration_since(struck) < notice(), "{:?}", at.duration_since(struck));
+    assert_eq!(
+        (&error["stage"], &error["blame"]),
+        (&json!("compute"), &json!("peer_misbehaved")),
+        "{error:#}"
+    );
+    let message = error["message"].as_str().unwrap();
+    assert!(message.contains(&format!("d{victim}")), "{error:#}");
+    // At once, and again.
+    for _ in 0..3 {
+        let (status, answer) = service.complete(&request(30, 4));
+        assert_eq!(status, 200, "{answer:#}");
+    }
+    service.quiet("after it", service.prefills.iter().chain([&service.decodes[1 - victim]]));
+}
+
+#[test]
+fn a_prefill_that_stops_in_the_middle_of_a_hand_off_is_noticed_and_the_other_serves_on() {
+    let slow: [&[&str]; 2] = [&["--throttle", "65536", "--chunk", "16"]; 2];
+    let service = Service::start(&slow, &[&[], &[]]);
+    let struck = std::thread::scope(|scope| {
+        let asked = scope.spawn(|| service.complete(&request(600, 4)));
+        wait_until("a prefill is at work", || {
+            service.prefills.iter().any(|p| p.ledger().count("/node/sending") == 1)
+        });
+        let [victim] = service.busy("prefill")[..] else { panic!("one prefill has the request") };
+        service.prefills[victim].signal("STOP");
+        let struck = Instant::now();
+        let (status, answer) = asked.join().unwrap();
+        assert!(struck.elapsed() < notice(), "{:?}", struck.elapsed());
+        assert_eq!(status, 502, "{answer:#}");
+        let error = &answer["error"];
+        assert_eq!(error["stage"], "hand_off", "{error:#}");
+        assert!(error["message"].as_str().unwrap().contains("lost prefill"), "{error:#}");
+        victim
+    });
+    // The other one is preferred at once, before anybody knows that this one is dead.
+    let (status, answer) = service.complete(&request(20, 4));
+    assert_eq!(status, 200, "{answer:#}");
+    service.prefills[struck].signal("CONT");
+    service.quiet("after it", service.all());
+}
+
+#[test]
+fn a_client_that_leaves_frees_everything_on_both_sides() {
+    let service = Service::start(&LAYOUTS, &LAYOUTS);
+    let mut answer = service.stream(&request(30, 3000));
+    assert!(answer.next().is_some());
+    assert_eq!(service.busy("decode").len(), 1);
+    drop(answer);
+    service.quiet("a client left", service.all());
+}
+
+#[test]
+fn who_is_missing_or_does_not_fit_is_named() {
+    let fleet = Fleet::start();
+    let router = ["--role", "router", "--model", "embedded:llama_tiny", "--registry", &fleet.registry.url];
+    let router = Server::start(&router);
+    let http = kvferry::registry::loopback_http().unwrap().build().unwrap();
+    let ask = || fleet.runtime.block_on(crate::service::complete(&http, &router.url, &request(5, 2)));
+    let ready = || {
+        fleet.runtime.block_on(async {
+            let answer = http.get(format!("{}/ready", router.url)).send().await.unwrap();
+            (answer.status().as_u16(), answer.json::<Value>().await.unwrap())
+        })
+    };
+    let until = |text: &str, status: u16| {
+        wait_until(text, || {
+            let (code, body) = ready();
+            code == 503 && body["reason"].as_str().unwrap().contains(text)
+        });
+        let (code, answer) = ask();
+        assert_eq!(code, status, "{answer:#}");
+        assert!(answer["error"]["message"].as_str().unwrap().contains(text), "{answer:#}");
+    };
+    until("no prefill instance is there", 503);
+    let _prefill = fleet.peer("prefill", "p0", &[]);
+    until("no decode instance is there", 503);
+    let _misfit = fleet.peer("decode", "d0", &["--kv-dtype", "bf16"]);
+    until("`key.dtype` differs", 502);
+    let _fits = fleet.peer("decode", "d1", &[]);
+    wait_until("ready", || ready().0 == 200);
+    assert_eq!(ask().0, 200);
+}

@@ -1,0 +1,183 @@
+//! `kvferry up` as a process.
+
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+
+mod common;
+
+use std::{
+    io::{BufRead, BufReader, Read},
+    process::{Child, Command, Stdio},
+};
+
+use common::{command, kvferry, wait_until};
+use serde_json::{Value, json};
+
+const EXAMPLE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/up.toml");
+
+struct Up {
+    child: Child,
+    ready: Value,
+}
+
+impl Up {
+    fn start(args: &[&str]) -> Self {
+        let mut child = command(&[&["up"], args, &["--json", "--port", "0"]].concat())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let mut line = String::new();
+        BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
+        if line.is_empty() {
+            panic!("{}", std::io::read_to_string(child.stderr.take().unwrap()).unwrap());
+        }
+        Self { child, ready: serde_json::from_str(&line).unwrap() }
+    }
+
+    fn pid(&self, instance: &str) -> String {
+        let all = self.ready["processes"].as_array().unwrap();
+        let one = all.iter().find(|p| p["instance"] == instance).unwrap();
+        one["pid"].as_u64().unwrap().to_string()
+    }
+
+    fn pids(&self) -> Vec<String> {
+        let all = self.ready["processes"].as_array().unwrap();
+        all.iter().map(|p| p["pid"].as_u64().unwrap().to_string()).collect()
+    }
+
+    fn ask(&self) -> (u16, Value) {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        let http = kvferry::registry::loopback_http().unwrap().build().unwrap();
+        let body = json!({ "prompt": [1, 2, 3], "max_tokens": 4, "ignore_eos": true });
+        runtime.block_on(async {
+            let url = format!("{}/v1/completions", self.ready["url"].as_str().unwrap());
+            let answer = http.post(url).json(&body).send().await.unwrap();
+            (answer.status().as_u16(), answer.json().await.unwrap())
+        })
+    }
+
+    /// Ends it by a signal; the exit code and what it said on standard error.
+    fn end(mut self, signal: &str) -> (Option<i32>, String) {
+        kill(signal, &self.child.id().to_string());
+        self.ended()
+    }
+
+    fn ended(&mut self) -> (Option<i32>, String) {
+        let pids = self.pids();
+        wait_until("up ends", || self.child.try_wait().unwrap().is_some());
+        wait_until("its children are gone", || !pids.iter().any(|pid| alive(pid)));
+        let mut said = String::new();
+        self.child.stderr.take().unwrap().read_to_string(&mut said).unwrap();
+        (self.child.wait().unwrap().code(), said)
+    }
+}
+
+impl Drop for Up {
+    fn drop(&mut self) {
+        // Its children follow it.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+fn kill(signal: &str, pid: &str) {
+    assert!(Command::new("kill").args([&format!("-{signal}"), pid]).status().unwrap().success());
+}
+
+fn alive(pid: &str) -> bool {
+    std::fs::read_to_string(format!("/proc/{pid}/stat")).is_ok_and(|stat| !stat.contains(") Z "))
+}
+
+#[test]
+fn the_example_file_starts_serves_and_ends_with_nothing_left() {
+    let up = Up::start(&[EXAMPLE, "--model", "embedded:llama_tiny"]);
+    let layouts: Vec<_> =
+        up.ready["processes"].as_array().unwrap().iter().map(|p| p["layout"].as_str()).collect();
+    // The file's two decodes, in the middle of router and registry.
+    assert_eq!(layouts.len(), 5, "{:#}", up.ready);
+    assert_eq!((layouts[0], layouts[4]), (None, None));
+    let (status, answer) = up.ask();
+    assert_eq!((status, &answer["model"]), (200, &json!("llama_tiny")), "{answer:#}");
+    let (code, said) = up.end("INT");
+    assert_eq!((code, said.as_str()), (Some(0), ""));
+}
+
+#[test]
+fn an_instance_that_dies_is_started_again() {
+    let up = Up::start(&["--model", "embedded:llama_tiny"]);
+    assert_eq!(up.ask().0, 200);
+    kill("KILL", &up.pid("decode-0"));
+    // First nobody is there, then the new one.
+    wait_until("it serves again", || up.ask().0 == 200);
+    let (code, said) = up.end("TERM");
+    assert_eq!(code, Some(0), "{said}");
+    assert!(said.contains("decode-0") && said.contains("signal 9") && said.contains("runs again"), "{said}");
+}
+
+#[test]
+fn the_end_of_the_router_ends_all() {
+    let mut up = Up::start(&["--model", "embedded:llama_tiny"]);
+    kill("KILL", &up.pid("router-0"));
+    let (code, said) = up.ended();
+    assert_eq!(code, Some(1), "{said}");
+    assert!(said.contains("error (environment): router-0") && said.contains("signal 9"), "{said}");
+}
+
+#[test]
+fn a_port_that_is_taken_is_said_before_anything_is_loaded() {
+    let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = taken.local_addr().unwrap().port().to_string();
+    let run = kvferry(&["up", "--model", "embedded:llama_tiny", "--port", &port]);
+    assert_eq!(run.code, Some(2), "{}", run.all());
+    assert!(run.stderr.contains(&format!("port {port} is taken")), "{}", run.all());
+    assert!(run.stderr.contains("--port"), "{}", run.all());
+}
+
+#[test]
+fn what_a_file_gets_wrong_is_named() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("mine.toml");
+    let cases = [
+        ("pool_tokens = 100", "there is no option `pool_tokens`; did you mean `pool-tokens`?"),
+        ("prefil = [\"tp=2\"]", "did you mean `prefill`?"),
+        ("colour = \"red\"", "there are: "),
+        ("port = 70000", "70000"),
+        ("decode = [\"tp=x\"]", "tp=x"),
+        ("no-digest = 3", "`no-digest` is true or false"),
+        ("[prefill]\ntp = 2", "`prefill` cannot be"),
+        ("port = ", "line 1"),
+    ];
+    for (text, expected) in cases {
+        std::fs::write(&path, text).unwrap();
+        let run = kvferry(&["up", path.to_str().unwrap()]);
+        assert_eq!(run.code, Some(2), "{text}: {}", run.all());
+        assert!(run.stderr.contains(expected), "{text}: {}", run.all());
+        assert!(run.stderr.contains("mine.toml"), "{text}: {}", run.all());
+    }
+    let run = kvferry(&["up", "nowhere.toml"]);
+    assert!(run.code == Some(2) && run.stderr.contains("nowhere.toml: cannot be read"), "{}", run.all());
+}
+
+#[test]
+fn the_command_line_counts_before_the_environment_and_that_before_the_file() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("mine.toml");
+    std::fs::write(&path, "port = 70001\nchunk = 70002\ndecode = [\"tp=bad\"]").unwrap();
+    let path = path.to_str().unwrap();
+    let said = |args: &[&str], environment: &[(&str, &str)]| {
+        let mut command = command(&[&["up", path], args].concat());
+        let run = common::finish(command.envs(environment.iter().copied()).output().unwrap());
+        assert_eq!(run.code, Some(2), "{}", run.all());
+        run.stderr
+    };
+    // Each is told by what it gets wrong.
+    assert!(said(&["--decode", "tp=1"], &[]).contains("70001"));
+    assert!(said(&["--decode", "tp=1"], &[("KVFERRY_PORT", "70003")]).contains("70003"));
+    let all = said(&["--port", "0", "--decode", "tp=worse"], &[("KVFERRY_PORT", "70003")]);
+    assert!(all.contains("tp=worse") && !all.contains("7000"), "{all}");
+    let file = said(&["--port", "0"], &[]);
+    assert!(file.contains("mine.toml") && file.contains("tp=bad"), "{file}");
+    let mut serve = command(&["serve", "--role", "registry"]);
+    let run = common::finish(serve.env("KVFERRY_POOL_TOKENS", "many").output().unwrap());
+    assert!(run.code == Some(2) && run.stderr.contains("many"), "{}", run.all());
+}
