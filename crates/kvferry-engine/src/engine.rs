@@ -24,7 +24,7 @@ pub struct EngineConfig {
     pub layout: LayoutSpec,
     /// Element type of the pools, where the layout does not say.
     pub kv: Dtype,
-    /// Most prompt tokens computed in one step; each chunk is handed over while the next is computed.
+    /// Most prompt tokens computed in one step, over all prompts; each chunk is handed over while the next is computed.
     pub chunk: u32,
     /// Longest sequence, prompt and generated tokens together; `None` takes the model's own limit.
     pub max_model_len: Option<u32>,
@@ -32,6 +32,8 @@ pub struct EngineConfig {
     pub pool_tokens: u64,
     /// Most requests that wait; a further one is refused at once.
     pub max_queued: u32,
+    /// Keep the cache of finished requests while nobody needs the pages, so that prompts that begin alike share it.
+    pub prefix_cache: bool,
 }
 
 impl Default for EngineConfig {
@@ -43,6 +45,7 @@ impl Default for EngineConfig {
             max_model_len: None,
             pool_tokens: 4096,
             max_queued: 1024,
+            prefix_cache: true,
         }
     }
 }
@@ -53,10 +56,12 @@ impl Default for EngineConfig {
 pub struct EngineStats {
     /// Pages of each rank's pool.
     pub pages_total: u32,
-    /// Pages that nobody holds.
+    /// Pages that can be had: nobody holds them. Some may be cached.
     pub pages_free: u32,
     /// Pages that requests hold, finished ones that were not released included.
     pub pages_held: u32,
+    /// Pages of prefixes that later requests can begin with, free or held.
+    pub pages_cached: u32,
     /// Requests that wait for pages.
     pub queued: u32,
     /// Requests whose prompt is being computed.
@@ -103,14 +108,8 @@ impl Engine {
         let (shape, placement) = (forward.shape().clone(), forward.placement().clone());
         let arenas = forward.arenas();
         let mailbox = (commands.clone(), inbox);
-        let scheduler = Scheduler::new(
-            forward,
-            limits.capacity().clone(),
-            config.chunk,
-            handoff,
-            mailbox,
-            Arc::clone(&stats),
-        );
+        let scheduler =
+            Scheduler::new(forward, limits.capacity().clone(), config, handoff, mailbox, Arc::clone(&stats));
         let scheduler = thread::Builder::new()
             .name("scheduler".into())
             .spawn(move || scheduler.run())
@@ -181,7 +180,8 @@ impl Engine {
         let _ = self.commands.send(Command::Release { key });
     }
 
-    /// The cache of a request's prompt, to be read by coordinate. It answers until the request is released.
+    /// The cache of a request's prompt, to be read by coordinate. It answers until the request is released, and longer
+    /// only while the prefix cache keeps every page of it.
     ///
     /// # Errors
     /// [`EngineError::UnknownRoom`] through the answer, and [`EngineError::RoomState`] while it is queued.
@@ -200,13 +200,13 @@ impl Engine {
     }
 
     /// Copies the prompt's cache of `from` (another engine with any layout, same model and element type) into the
-    /// pages that `lease` reserved here, coordinate by coordinate: slow, and independent of every plan, so that
+    /// pages that `lease` reserved here, apart from what is cached there, coordinate by coordinate: slow, and independent of every plan, so that
     /// it can stand as the reference for one.
     ///
     /// # Errors
     /// [`EngineError::UnknownRoom`]; [`EngineError::RoomState`] when lengths or models differ.
     pub fn adopt(&self, lease: &RoomLease, from: &Rows) -> Result<(), EngineError> {
-        self.rows(lease.key())?.wait()?.fill_from(from)
+        self.rows(lease.key())?.wait()?.fill_from(from, lease.cached())
     }
 
     /// What the model caches.

@@ -18,8 +18,8 @@ pub struct FirstToken {
 /// Receives the progress of every [`crate::Engine::prefill`].
 ///
 /// The calls come from the scheduler thread: they **must return at once**, or every request of the instance waits.
-/// For one key they come in order: `chunk` for adjoining ranges from token 0 up to the end of the prompt, then
-/// `finished`; or `failed` at any point, after which nothing follows. The rows of a chunk are in the pool and do
+/// For one key they come in order: `chunk` for adjoining ranges from token 0 up to the end of the prompt (what a prefix
+/// cache had comes first, right after the lease), then `finished`; or `failed` at any point, after which nothing follows. The rows of a chunk are in the pool and do
 /// not change before [`crate::Engine::release`].
 pub trait HandOff: Send + Sync {
     /// The cache of `tokens` is complete on every rank; the next chunk is being computed meanwhile.

@@ -49,13 +49,14 @@ pub(crate) struct Job {
     /// While it waits.
     pub(crate) place: Option<Place>,
     pub(crate) lease: Option<Lease>,
+    /// Prompt tokens whose cache was in the pages already.
+    pub(crate) cached: u64,
     /// Positions whose cache is complete: the next one to compute.
     pub(crate) filled: u64,
     /// Prompt positions that went through the model here.
     pub(crate) prompt_computed: u64,
-    pub(crate) generated: u32,
-    /// The token generated last, whose cache is computed next.
-    pub(crate) last: u32,
+    /// What was generated. The cache of the last token is computed next.
+    pub(crate) generated: Vec<u32>,
     pub(crate) sink: Option<Sender<Event>>,
     pub(crate) granted: Option<Reply<RoomLease>>,
 }
@@ -75,10 +76,10 @@ impl Job {
             top_logprobs: request.top_logprobs,
             place: Some(place),
             lease: None,
+            cached: 0,
             filled: 0,
             prompt_computed: 0,
-            generated: 0,
-            last: 0,
+            generated: Vec::new(),
             sink: None,
             granted: None,
         }
@@ -93,14 +94,24 @@ impl Job {
         }
     }
 
-    /// Its part of the next step: the token ids and the position of the first.
-    pub(crate) fn next_tokens(&self, chunk: usize) -> (&[u32], u64) {
+    /// Prompt tokens that are still to be computed here.
+    pub(crate) fn prompt_left(&self) -> u64 {
+        if self.state == State::Prefilling { self.prompt_tokens.saturating_sub(self.filled) } else { 0 }
+    }
+
+    /// Its part of the next step, of `count` tokens: the ids and the position of the first.
+    pub(crate) fn next_tokens(&self, count: u64) -> (&[u32], u64) {
         if self.state == State::Decoding {
-            return (std::slice::from_ref(&self.last), self.filled);
+            return (self.generated.last().map_or(&[], std::slice::from_ref), self.filled);
         }
-        let start = usize::try_from(self.filled).unwrap_or(usize::MAX).min(self.prompt.len());
-        let end = start.saturating_add(chunk).min(self.prompt.len());
-        (&self.prompt[start..end], self.filled)
+        let index = |at: u64| usize::try_from(at).unwrap_or(usize::MAX).min(self.prompt.len());
+        (&self.prompt[index(self.filled)..index(self.filled.saturating_add(count))], self.filled)
+    }
+
+    /// The tokens whose cache is complete.
+    pub(crate) fn complete(&self) -> Vec<u32> {
+        let filled = usize::try_from(self.filled).unwrap_or(usize::MAX);
+        self.prompt.iter().chain(&self.generated).take(filled).copied().collect()
     }
 
     /// Notes what the forward pass computed.
@@ -118,12 +129,11 @@ impl Job {
 
     /// Takes a generated token and tells the reader. The reason, when the request is done with it.
     pub(crate) fn push(&mut self, token: FirstToken, eos: &[u32]) -> Option<StopReason> {
-        self.generated += 1;
-        self.last = token.id;
+        self.generated.push(token.id);
         self.tell(Event::Token { id: token.id, logprob: token.logprob, top: token.top });
         if !self.ignore_eos && eos.contains(&token.id) {
             Some(StopReason::Eos)
-        } else if self.generated >= self.max_tokens {
+        } else if self.generated.len() >= self.max_tokens as usize {
             Some(StopReason::Length)
         } else {
             None

@@ -18,12 +18,18 @@ pub struct RoomLease {
     key: RoomKey,
     id: JobId,
     table: PageTable,
+    cached: u64,
     commands: Sender<Command>,
 }
 
 impl RoomLease {
-    pub(crate) fn new(key: RoomKey, id: JobId, table: PageTable, commands: Sender<Command>) -> Self {
-        Self { key, id, table, commands }
+    pub(crate) fn new(
+        key: RoomKey,
+        id: JobId,
+        (table, cached): (PageTable, u64),
+        commands: Sender<Command>,
+    ) -> Self {
+        Self { key, id, table, cached, commands }
     }
 
     pub(crate) fn id(&self) -> JobId {
@@ -40,6 +46,13 @@ impl RoomLease {
     #[must_use]
     pub fn table(&self) -> &PageTable {
         &self.table
+    }
+
+    /// Tokens at the beginning of the prompt whose cache lies in the pages already, fewer than the prompt has. Other
+    /// requests may read these pages too: only what comes after them is to be written.
+    #[must_use]
+    pub fn cached(&self) -> u64 {
+        self.cached
     }
 }
 

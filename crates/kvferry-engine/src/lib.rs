@@ -32,6 +32,7 @@
 
 #![deny(unsafe_code)]
 
+mod batching;
 pub mod chat;
 pub mod checkpoint;
 mod engine;
@@ -46,6 +47,7 @@ pub mod math;
 mod model;
 mod pages;
 mod pool;
+mod prefix;
 mod ranks;
 mod request;
 mod rows;

@@ -110,6 +110,8 @@ pub enum Event {
         reason: StopReason,
         /// How many of the prompt's tokens went through the model here, counted there.
         prompt_tokens_computed: u64,
+        /// How many of the prompt's tokens had their cache here already, from earlier requests.
+        prompt_tokens_cached: u64,
     },
     /// The last event of a request that did not.
     Failed(EngineError),

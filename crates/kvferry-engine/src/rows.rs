@@ -172,8 +172,9 @@ impl Rows {
         Ok(RankRows { rank, layers, parts, bytes })
     }
 
-    /// Writes the content of `from` over this prompt's cache, coordinate by coordinate, on every rank.
-    pub(crate) fn fill_from(&self, from: &Self) -> Result<(), EngineError> {
+    /// Writes the content of `from` over this prompt's cache, coordinate by coordinate, on every rank; the first `cached`
+    /// tokens are there.
+    pub(crate) fn fill_from(&self, from: &Self, cached: u64) -> Result<(), EngineError> {
         let refuse = |reason: String| Err(EngineError::RoomState { key: self.key, reason });
         if self.prompt != from.prompt {
             return refuse(format!("it was reserved for {} tokens, not for {}", self.prompt, from.prompt));
@@ -186,7 +187,7 @@ impl Rows {
                 return refuse(format!("the element type of `{}` differs", part.part));
             }
         }
-        for at in from.coordinates() {
+        for at in from.coordinates().filter(|at| at.token.0 >= cached) {
             let Some(bytes) = from.bytes(at)? else {
                 return refuse(format!("nobody holds {at:?}"));
             };

@@ -1,15 +1,16 @@
 //! The one thread that owns pages and requests. It takes commands between steps; a step is the next token of every
-//! request that generates, together with one chunk of one prompt, in turn. Not for numbers (`forward`, `sampler`).
+//! request that generates, together with chunks of as many prompts as a budget of tokens allows. Not for numbers (`forward`, `sampler`).
 
 use std::{
     collections::{BTreeMap, HashMap, VecDeque},
     sync::{Arc, Mutex, PoisonError},
 };
 
-use kvferry_plan::{Capacity, Fit, RoomKey};
+use kvferry_plan::{Capacity, Fit, RoomKey, TokenRange};
 
 use crate::{
-    EngineError, EngineStats, Event, FirstToken, HandOff, Request, RoomLease, Rows, StopReason,
+    EngineConfig, EngineError, EngineStats, Event, FirstToken, HandOff, Request, RoomLease, Rows, StopReason,
+    batching::Turns,
     forward::{Forward, Outcome, Piece},
     job::{Job, Kind, State},
     limits::Place,
@@ -71,7 +72,8 @@ pub(crate) type JobId = u64;
 pub(crate) struct Scheduler {
     forward: Forward,
     capacity: Capacity,
-    chunk: usize,
+    /// Prompt tokens of a step.
+    chunk: u32,
     handoff: Arc<dyn HandOff>,
     /// For leases, which come back this way.
     commands: Sender<Command>,
@@ -82,24 +84,27 @@ pub(crate) struct Scheduler {
     rooms: HashMap<RoomKey, JobId>,
     queue: VecDeque<JobId>,
     next: JobId,
-    /// The prompt that had the last chunk.
-    turn: JobId,
+    turns: Turns,
 }
 
 impl Scheduler {
     pub(crate) fn new(
         forward: Forward,
         capacity: Capacity,
-        chunk: u32,
+        config: &EngineConfig,
         handoff: Arc<dyn HandOff>,
         (commands, inbox): (Sender<Command>, Receiver<Command>),
         stats: Arc<Mutex<EngineStats>>,
     ) -> Self {
-        let pages = Pages::new(forward.pages());
+        let block = if config.prefix_cache { forward.placement().prefix_block() } else { None };
+        if config.prefix_cache && block.is_none() {
+            tracing::info!("no run of pages holds consecutive tokens on every rank: prefixes are not shared");
+        }
+        let pages = Pages::new(forward.pages(), block);
         let scheduler = Self {
             forward,
             capacity,
-            chunk: chunk as usize,
+            chunk: config.chunk,
             handoff,
             commands,
             inbox,
@@ -109,7 +114,7 @@ impl Scheduler {
             rooms: HashMap::new(),
             queue: VecDeque::new(),
             next: 1,
-            turn: 0,
+            turns: Turns::default(),
         };
         scheduler.publish();
         scheduler
@@ -248,52 +253,65 @@ impl Scheduler {
                 self.queue.pop_front();
                 continue;
             };
-            let pages =
-                match self.capacity.fit(job.hold(), job.prompt_tokens, job.max_tokens, self.pages.free()) {
-                    Fit::Now { pages, .. } => pages,
-                    Fit::Later { .. } => break,
-                    // Intake asks the same question: it lets none of these in.
-                    Fit::Never(limit) => {
-                        self.fail(id, &limit.into());
-                        continue;
-                    }
-                };
-            let Some(lease) = self.pages.take(pages) else { break };
+            let found = self.pages.find(&job.prompt);
+            let free = self.pages.free_for(&found);
+            let pages = match self.capacity.fit(job.hold(), job.prompt_tokens, job.max_tokens, free) {
+                Fit::Now { pages, .. } => pages,
+                Fit::Later { .. } => break,
+                // Intake asks the same question: it lets none of these in.
+                Fit::Never(limit) => {
+                    self.fail(id, &limit.into());
+                    continue;
+                }
+            };
+            let Some(lease) = self.pages.take(pages, found, |page| self.forward.retire(page)) else { break };
             self.queue.pop_front();
-            let table = lease.table().clone();
+            let (table, cached) = (lease.table().clone(), lease.cached());
             (job.lease, job.place) = (Some(lease), None);
-            let key = job.key;
+            (job.cached, job.filled) = (cached, cached);
             job.state = if job.kind == Kind::Decode { State::Reserved } else { State::Prefilling };
+            if job.state == State::Prefilling {
+                self.turns.join(id);
+            }
             if let Some(granted) = job.granted.take()
-                && let Some(key) = key
+                && let Some(key) = job.key
             {
+                let prefill = job.kind == Kind::Prefill;
                 // One that nobody waits for any more comes back at once.
-                granted.send(Ok(RoomLease::new(key, id, table, self.commands.clone())));
+                granted.send(Ok(RoomLease::new(key, id, (table, cached), self.commands.clone())));
+                if prefill {
+                    self.hand_over_cached(key, cached);
+                }
             }
         }
     }
 
-    /// The next token of all that generate, and one chunk of the next prompt in turn.
-    fn step(&mut self) {
-        let mut ids: Vec<JobId> =
-            self.jobs.iter().filter(|(_, job)| job.state == State::Decoding).map(|(id, _)| *id).collect();
-        let mut prompts =
-            self.jobs.iter().filter(|(_, job)| job.state == State::Prefilling).map(|(id, _)| *id);
-        let first = prompts.clone().next();
-        if let Some(prompt) = prompts.find(|id| *id > self.turn).or(first) {
-            self.turn = prompt;
-            ids.push(prompt);
+    /// What lies in the pages already is handed over as if it had been computed, in pieces of the same size.
+    fn hand_over_cached(&self, key: RoomKey, cached: u64) {
+        let mut start = 0;
+        while start < cached {
+            let end = cached.min(start.saturating_add(self.chunk.into()));
+            self.handoff.chunk(key, TokenRange::new(start, end));
+            start = end;
         }
-        let pieces: Vec<Piece<'_>> = ids
-            .iter()
-            .filter_map(|id| self.jobs.get(id))
-            .filter_map(|job| {
-                let (tokens, start) = job.next_tokens(self.chunk);
+    }
+
+    /// The next token of all that generate, and chunks of the prompts whose turn it is.
+    fn step(&mut self) {
+        let needed = |id| self.jobs.get(&id).map_or(0, Job::prompt_left);
+        let prompts = self.turns.deal(self.chunk.into(), needed);
+        let decoding =
+            self.jobs.iter().filter(|(_, job)| job.state == State::Decoding).map(|(id, _)| (*id, 1));
+        let (ids, pieces): (Vec<JobId>, Vec<Piece<'_>>) = decoding
+            .chain(prompts)
+            .filter_map(|(id, count)| {
+                let job = self.jobs.get(&id)?;
+                let (tokens, start) = job.next_tokens(count);
                 let end = start + tokens.len() as u64;
                 let table = job.lease.as_ref()?.table();
-                Some(Piece { tokens, start, table, logits: end >= job.prompt_tokens })
+                Some((id, Piece { tokens, start, table, logits: end >= job.prompt_tokens }))
             })
-            .collect();
+            .unzip();
         if pieces.is_empty() {
             return;
         }
@@ -319,7 +337,7 @@ impl Scheduler {
             self.handoff.chunk(key, outcome.computed);
         }
         let Some(logits) = &outcome.logits else { return };
-        let token = match sample(logits, &job.sampling, u64::from(job.generated)) {
+        let token = match sample(logits, &job.sampling, job.generated.len() as u64) {
             Ok(choice) => FirstToken {
                 id: choice.id,
                 logprob: choice.logprob,
@@ -330,6 +348,10 @@ impl Scheduler {
                 return;
             }
         };
+        if job.state == State::Prefilling {
+            // Others need not wait for the end of the answer.
+            Self::share(&mut self.pages, job);
+        }
         if let Some(key) = prefill {
             job.state = State::Finished;
             self.handoff.finished(key, token);
@@ -341,10 +363,23 @@ impl Scheduler {
         }
     }
 
+    /// Lets later requests begin with what this one has complete. Only for what is right: never after a failure.
+    fn share(pages: &mut Pages, job: &mut Job) {
+        let tokens = job.complete();
+        if let Some(lease) = &mut job.lease {
+            pages.share(lease, &tokens);
+        }
+    }
+
     /// A request has ended well.
     fn finish(&mut self, id: JobId, reason: StopReason) {
         let Some(job) = self.jobs.get_mut(&id) else { return };
-        job.tell(Event::Done { reason, prompt_tokens_computed: job.prompt_computed });
+        Self::share(&mut self.pages, job);
+        job.tell(Event::Done {
+            reason,
+            prompt_tokens_computed: job.prompt_computed,
+            prompt_tokens_cached: job.cached,
+        });
         job.sink = None;
         job.state = State::Finished;
         if job.key.is_none() {
@@ -406,6 +441,7 @@ impl Scheduler {
             pages_total: self.pages.total(),
             pages_free: self.pages.free(),
             pages_held: self.pages.total() - self.pages.free(),
+            pages_cached: self.pages.cached(),
             queued: count(State::Queued),
             prefilling: count(State::Prefilling),
             reserved: count(State::Reserved),

@@ -57,6 +57,11 @@ fn outcome(events: impl Iterator<Item = Event>) -> (Vec<(u32, u32)>, Event) {
     panic!("the events end without an end")
 }
 
+/// The last event of a request that ran to its full length.
+fn done(prompt_tokens_computed: u64, prompt_tokens_cached: u64) -> Event {
+    Event::Done { reason: StopReason::Length, prompt_tokens_computed, prompt_tokens_cached }
+}
+
 /// Waits until the engine is in the wanted state; the scheduler acts on its own clock.
 fn wait_for(engine: &Engine, what: impl Fn(&EngineStats) -> bool) {
     for _ in 0..4_000 {
@@ -111,41 +116,62 @@ impl HandOff for Recorder {
 const PATIENCE: Duration = Duration::from_secs(60);
 
 /// Prefill in one layout, the cache copied in coordinates, decode in another.
-fn split(
-    model: &Arc<Model>,
-    (from, to): (&str, &str),
-    kv: Dtype,
-    request: &Request,
-) -> (Vec<(u32, u32)>, Event, Vec<TokenRange>) {
-    let (recorder, calls) = Recorder::new();
-    let prefill = Engine::start(Arc::clone(model), &EngineConfig { kv, ..config(from) }, recorder).unwrap();
-    let decode =
-        Engine::start(Arc::clone(model), &EngineConfig { kv, ..config(to) }, Arc::new(NoHandOff)).unwrap();
-    let room = key(7);
-    let computed = prefill.prefill(room, request.clone()).unwrap().wait().unwrap();
-    let reserved = decode.reserve(room, request.clone()).unwrap().wait().unwrap();
-    let mut chunks = Vec::new();
-    let first = loop {
-        match calls.recv_timeout(PATIENCE).unwrap() {
-            Call::Chunk(of, range) => {
-                assert_eq!(of, room);
-                chunks.push(range);
+struct Split {
+    prefill: Engine,
+    calls: mpsc::Receiver<Call>,
+    decode: Engine,
+}
+
+/// What came of a split request.
+struct SplitRun {
+    tokens: Vec<(u32, u32)>,
+    last: Event,
+    chunks: Vec<TokenRange>,
+    /// Prompt tokens that prefill and decode had.
+    cached: (u64, u64),
+}
+
+impl Split {
+    fn new(model: &Arc<Model>, (from, to): (&str, &str), kv: Dtype) -> Self {
+        let (recorder, calls) = Recorder::new();
+        let start = |layout, handoff| {
+            Engine::start(Arc::clone(model), &EngineConfig { kv, ..config(layout) }, handoff).unwrap()
+        };
+        Self { prefill: start(from, recorder), calls, decode: start(to, Arc::new(NoHandOff)) }
+    }
+
+    fn run(&self, room: RoomKey, request: &Request) -> SplitRun {
+        let Self { prefill, calls, decode } = self;
+        let computed = prefill.prefill(room, request.clone()).unwrap().wait().unwrap();
+        let reserved = decode.reserve(room, request.clone()).unwrap().wait().unwrap();
+        let cached = (computed.cached(), reserved.cached());
+        let mut chunks = Vec::new();
+        let first = loop {
+            match calls.recv_timeout(PATIENCE).unwrap() {
+                Call::Chunk(of, range) => {
+                    assert_eq!(of, room);
+                    chunks.push(range);
+                }
+                Call::Finished(of, first) => {
+                    assert_eq!(of, room);
+                    break first;
+                }
+                Call::Failed(_, error) => panic!("{error}"),
             }
-            Call::Finished(of, first) => {
-                assert_eq!(of, room);
-                break first;
-            }
-            Call::Failed(_, error) => panic!("{error}"),
-        }
-    };
-    decode.adopt(&reserved, &prefill.rows(room).unwrap().wait().unwrap()).unwrap();
-    drop(computed);
-    all_free(&prefill);
-    let (tokens, last) = outcome(decode.decode(&reserved, first).unwrap());
-    wait_for(&decode, |s| s.finished == 1 && s.pages_held > 0);
-    drop(reserved);
-    all_free(&decode);
-    (tokens, last, chunks)
+        };
+        decode.adopt(&reserved, &prefill.rows(room).unwrap().wait().unwrap()).unwrap();
+        drop(computed);
+        all_free(prefill);
+        let (tokens, last) = outcome(decode.decode(&reserved, first).unwrap());
+        wait_for(decode, |s| s.finished == 1 && s.pages_held > 0);
+        drop(reserved);
+        all_free(decode);
+        SplitRun { tokens, last, chunks, cached }
+    }
+}
+
+fn split(model: &Arc<Model>, layouts: (&str, &str), kv: Dtype, request: &Request) -> SplitRun {
+    Split::new(model, layouts, kv).run(key(7), request)
 }
 
 #[test]
@@ -157,12 +183,12 @@ fn a_split_request_gives_the_bits_of_a_whole_one_and_computes_no_prompt_token_tw
         let whole = Engine::start(Arc::clone(&model), &whole, Arc::new(NoHandOff)).unwrap();
         let (expected, last) = outcome(whole.generate(request.clone()).unwrap());
         assert_eq!(expected.len(), 12);
-        assert_eq!(last, Event::Done { reason: StopReason::Length, prompt_tokens_computed: 41 });
+        assert_eq!(last, done(41, 0));
         all_free(&whole);
         for layouts in [("tp=3,page=8", "tp=1,page=24"), ("tp=2", "tp=4,dcp=4,page=5")] {
-            let (tokens, last, chunks) = split(&model, layouts, kv, &request);
+            let SplitRun { tokens, last, chunks, .. } = split(&model, layouts, kv, &request);
             assert_eq!(tokens, expected, "{layouts:?}");
-            assert_eq!(last, Event::Done { reason: StopReason::Length, prompt_tokens_computed: 0 });
+            assert_eq!(last, done(0, 0));
             let expected: Vec<_> = [(0, 16), (16, 32), (32, 41)].map(|(a, b)| TokenRange::new(a, b)).into();
             assert_eq!(chunks, expected);
         }
@@ -175,7 +201,7 @@ fn a_prompt_of_one_token_can_be_split() {
     let request = full(1, 5);
     let whole = Engine::start(Arc::clone(&model), &config("tp=1"), Arc::new(NoHandOff)).unwrap();
     let (expected, _) = outcome(whole.generate(request.clone()).unwrap());
-    let (tokens, _, chunks) = split(&model, ("tp=1", "tp=4,dcp=4"), Dtype::F32, &request);
+    let SplitRun { tokens, chunks, .. } = split(&model, ("tp=1", "tp=4,dcp=4"), Dtype::F32, &request);
     assert_eq!(tokens, expected);
     assert_eq!(chunks, [TokenRange::new(0, 1)]);
 }
@@ -188,18 +214,18 @@ fn what_runs_next_to_a_request_does_not_change_its_tokens() {
     };
     let engine = engine("tp=2");
     let lengths = [5, 40, 33];
-    let alone = lengths.map(|length| outcome(engine.generate(request(length, 4)).unwrap()));
+    let alone = lengths.map(|length| outcome(engine.generate(request(length, 4)).unwrap()).0);
     let running = lengths.map(|length| engine.generate(request(length, 4)).unwrap());
-    let together = running.map(outcome);
+    let together = running.map(|events| outcome(events).0);
     assert_eq!(alone, together);
-    let other = outcome(engine.generate(request(5, 5)).unwrap());
-    assert_ne!(alone[0].0, other.0, "another seed draws other tokens");
+    let other = outcome(engine.generate(request(5, 5)).unwrap()).0;
+    assert_ne!(alone[0], other, "another seed draws other tokens");
 }
 
 #[test]
 fn requests_wait_for_pages_in_order_and_all_come_through() {
     // 10 pages of 16: each request takes 4.
-    let engine = start(&EngineConfig { pool_tokens: 160, ..config("tp=1") });
+    let engine = start(&EngineConfig { pool_tokens: 160, prefix_cache: false, ..config("tp=1") });
     let running: Vec<_> = (0..7).map(|_| engine.generate(full(40, 20)).unwrap()).collect();
     let all: Vec<_> = running.into_iter().map(outcome).collect();
     assert!(all.iter().all(|one| *one == all[0] && one.0.len() == 20));
@@ -540,4 +566,210 @@ fn an_engine_that_goes_ends_its_requests() {
     drop(engine);
     assert_eq!(outcome(events).1, Event::Failed(EngineError::Stopped));
     assert_eq!(queued.wait().unwrap_err(), EngineError::Stopped);
+}
+
+/// A prompt that begins with `alike` tokens of [`prompt`] and goes on otherwise.
+fn branch(alike: u32, length: u32) -> Request {
+    let tokens = prompt(alike).into_iter().chain((alike..length).map(|i| (i * 29 + 3) % 512)).collect();
+    Request { ignore_eos: true, ..Request::greedy(tokens, 6) }
+}
+
+#[test]
+fn a_cached_prefix_changes_no_bit() {
+    for (attention, layout, block) in [
+        (Attention::Gqa, "tp=1", 16),
+        (Attention::Gqa, "tp=3,page=8", 8),
+        (Attention::Gqa, "tp=2,dcp=2,page=5", 10),
+        (Attention::Mla, "tp=4,dcp=4,interleave=3,page=4", 48),
+        (Attention::Mla, "tp=2", 16),
+    ] {
+        let model = model(attention, Arith::Canonical);
+        let config = config(layout);
+        let alone = EngineConfig { prefix_cache: false, ..config.clone() };
+        let alone = Engine::start(Arc::clone(&model), &alone, Arc::new(NoHandOff)).unwrap();
+        let engine = Engine::start(model, &config, Arc::new(NoHandOff)).unwrap();
+        let first = branch(100, 100);
+        let (answer, _) = outcome(alone.generate(first.clone()).unwrap());
+        // The next turn of a conversation: what was said, and what was answered.
+        let mut turn = first.clone();
+        turn.prompt.extend(answer.iter().map(|(id, _)| *id));
+        turn.prompt.extend([7, 8, 9]);
+        let cases = [(first.clone(), 0), (first, 99), (branch(50, 100), 50), (branch(0, 40), 0), (turn, 105)];
+        for (request, alike) in cases {
+            let length = request.prompt.len() as u64;
+            let (expected, last) = outcome(alone.generate(request.clone()).unwrap());
+            assert_eq!(last, done(length, 0));
+            let (found, last) = outcome(engine.generate(request).unwrap());
+            assert_eq!(found, expected, "{layout}: {alike} tokens alike");
+            let cached = alike / block * block;
+            assert_eq!(last, done(length - cached, cached), "{layout}: {alike} tokens alike");
+        }
+        all_free(&engine);
+        assert!(engine.stats().pages_cached > 0);
+        assert_eq!(alone.stats().pages_cached, 0);
+    }
+}
+
+#[test]
+fn a_cached_prefix_is_handed_over_and_received_once() {
+    let model = model(Attention::Mla, Arith::Canonical);
+    // Blocks of 8 tokens at prefill, of 20 at decode.
+    let both = Split::new(&model, ("tp=2,page=8", "tp=4,dcp=4,page=5"), Dtype::Bf16);
+    let whole = EngineConfig { kv: Dtype::Bf16, prefix_cache: false, ..config("tp=1") };
+    let whole = Engine::start(Arc::clone(&model), &whole, Arc::new(NoHandOff)).unwrap();
+    for (room, request, cached) in [
+        (1, branch(61, 61), (0, 0)),
+        (2, branch(61, 61), (56, 60)),
+        (3, branch(33, 61), (32, 20)),
+        (4, branch(61, 67), (56, 60)),
+    ] {
+        let (expected, _) = outcome(whole.generate(request.clone()).unwrap());
+        let run = both.run(key(room), &request);
+        assert_eq!(run.tokens, expected, "room {room}");
+        assert_eq!((run.cached, run.last), (cached, done(0, cached.1)), "room {room}");
+        // Whatever was computed, the chunks cover the prompt in order.
+        let ends: Vec<u64> = run.chunks.iter().map(|chunk| chunk.end.0).collect();
+        let starts: Vec<u64> = run.chunks.iter().map(|chunk| chunk.start.0).collect();
+        assert_eq!((starts[0], &starts[1..]), (0, &ends[..ends.len() - 1]));
+        assert_eq!(ends.last(), Some(&(request.prompt.len() as u64)));
+    }
+}
+
+#[test]
+fn what_failed_or_was_given_up_is_never_cached() {
+    let (recorder, calls) = Recorder::new();
+    let slow = EngineConfig { chunk: 1, ..config("tp=1") };
+    let engine = Engine::start(model(Attention::Gqa, Arith::Canonical), &slow, recorder).unwrap();
+    let lease = engine.prefill(key(1), full(200, 1)).unwrap().wait().unwrap();
+    // More than a page is computed, less than all.
+    for _ in 0..40 {
+        calls.recv_timeout(PATIENCE).unwrap();
+    }
+    drop(lease);
+    all_free(&engine);
+    // Pages that somebody else fills, and never says that they are right.
+    drop(engine.reserve(key(2), full(100, 4)).unwrap().wait().unwrap());
+    // Given up in the middle of the answer: the part that others wrote is not known to be right... until the end.
+    let lease = engine.reserve(key(3), full(100, 300)).unwrap().wait().unwrap();
+    let first = FirstToken { id: 1, logprob: -1.0, top: Vec::new() };
+    drop(engine.decode(&lease, first).unwrap());
+    wait_for(&engine, |s| s.finished == 1);
+    drop(lease);
+    all_free(&engine);
+    assert_eq!(engine.stats().pages_cached, 0);
+    let engine = Engine::start(broken_model(Arith::Canonical), &config("tp=2"), Arc::new(NoHandOff)).unwrap();
+    let bad = Request::greedy((0..40).map(|i| if i == 38 { 5 } else { 1 }).collect(), 4);
+    assert!(matches!(outcome(engine.generate(bad).unwrap()).1, Event::Failed(EngineError::Range { .. })));
+    all_free(&engine);
+    assert_eq!(engine.stats().pages_cached, 0);
+}
+
+#[test]
+fn cached_pages_make_room_and_readers_keep_theirs() {
+    let (recorder, calls) = Recorder::new();
+    let small = EngineConfig { pool_tokens: 192, ..config("tp=2") };
+    let engine = Engine::start(model(Attention::Gqa, Arith::Canonical), &small, recorder).unwrap();
+    let alone = start(&EngineConfig { prefix_cache: false, ..small.clone() });
+    // A finished prompt whose pages are still being read.
+    let lease = engine.prefill(key(1), branch(64, 64)).unwrap().wait().unwrap();
+    while !matches!(calls.recv_timeout(PATIENCE).unwrap(), Call::Finished(..)) {}
+    let rows = engine.rows(key(1)).unwrap().wait().unwrap();
+    let before = engine.rank_rows(key(1), RankId(0)).unwrap();
+    wait_for(&engine, |s| s.pages_cached == 4 && s.pages_held == 4);
+    // Different prompts, each of which takes what is left of the pool: 8 pages.
+    for n in 0..6 {
+        let request =
+            Request { ignore_eos: true, ..Request::greedy((0..100).map(|i| i * 3 + n).collect(), 20) };
+        let (expected, _) = outcome(alone.generate(request.clone()).unwrap());
+        assert_eq!(outcome(engine.generate(request).unwrap()).0, expected);
+        let after = rows.rank(RankId(0)).unwrap();
+        assert_eq!(after.bytes, before.bytes, "a page that is read has changed");
+    }
+    drop(lease);
+    all_free(&engine);
+    // Nobody reads it now, and it is the oldest.
+    for n in 0..6 {
+        let request =
+            Request { ignore_eos: true, ..Request::greedy((0..150).map(|i| i * 3 + n).collect(), 20) };
+        outcome(engine.generate(request).unwrap());
+    }
+    assert_eq!(rows.rank(RankId(0)), Err(EngineError::UnknownRoom(key(1))));
+    all_free(&engine);
+}
+
+#[test]
+fn requests_that_share_a_prefix_need_fewer_pages() {
+    // 10 pages of 16.
+    let engine = start(&EngineConfig { pool_tokens: 160, ..config("tp=1") });
+    outcome(engine.generate(branch(96, 96)).unwrap());
+    // 7 pages each, 6 of which they have in common.
+    let leases = [1, 2, 3, 4].map(|n| engine.reserve(key(n), branch(96, 98)).unwrap().wait().unwrap());
+    assert!(
+        leases.iter().all(|lease| lease.cached() == 96 && lease.table().0[..6] == leases[0].table().0[..6])
+    );
+    let waits = engine.reserve(key(5), branch(96, 98)).unwrap();
+    wait_for(&engine, |s| s.queued == 1 && s.pages_free == 0 && s.pages_held == 10);
+    drop(leases);
+    assert_eq!(waits.wait().unwrap().cached(), 96);
+    all_free(&engine);
+}
+
+#[test]
+fn the_composition_of_a_step_changes_no_bit() {
+    for (attention, layout) in [(Attention::Gqa, "tp=2"), (Attention::Mla, "tp=4,dcp=4,page=5")] {
+        let model = model(attention, Arith::Canonical);
+        let config = EngineConfig { prefix_cache: false, ..config(layout) };
+        let alone = Engine::start(Arc::clone(&model), &config, Arc::new(NoHandOff)).unwrap();
+        let requests = [3, 40, 17, 65, 9].map(|length| full(length, 7));
+        let expected = requests.clone().map(|request| outcome(alone.generate(request).unwrap()).0);
+        for (chunk, prefix_cache) in [(7, false), (64, false), (64, true), (300, true)] {
+            let config = EngineConfig { chunk, prefix_cache, ..config.clone() };
+            let engine = Engine::start(Arc::clone(&model), &config, Arc::new(NoHandOff)).unwrap();
+            let running = requests.clone().map(|request| engine.generate(request).unwrap());
+            assert_eq!(running.map(|events| outcome(events).0), expected, "{layout}, {chunk}");
+            all_free(&engine);
+        }
+    }
+}
+
+/// Stops the engine in the middle of its first chunk until it is told to go on.
+struct Gate {
+    recorder: Arc<Recorder>,
+    open: Mutex<Option<mpsc::Receiver<()>>>,
+}
+
+impl HandOff for Gate {
+    fn chunk(&self, key: RoomKey, tokens: TokenRange) {
+        self.recorder.chunk(key, tokens);
+        if let Some(open) = self.open.lock().unwrap().take() {
+            open.recv_timeout(PATIENCE).unwrap();
+        }
+    }
+    fn finished(&self, key: RoomKey, first: FirstToken) {
+        self.recorder.finished(key, first);
+    }
+    fn failed(&self, key: RoomKey, cause: &EngineError) {
+        self.recorder.failed(key, cause);
+    }
+}
+
+#[test]
+fn short_prompts_share_a_step_and_come_before_the_rest_of_a_long_one() {
+    let (recorder, calls) = Recorder::new();
+    let (go_on, open) = mpsc::channel();
+    let gate = Gate { recorder, open: Mutex::new(Some(open)) };
+    let config = EngineConfig { chunk: 64, prefix_cache: false, ..config("tp=2") };
+    let engine = Engine::start(model(Attention::Gqa, Arith::Canonical), &config, Arc::new(gate)).unwrap();
+    let _long = engine.prefill(key(1), full(130, 1)).unwrap().wait().unwrap();
+    assert_eq!(calls.recv_timeout(PATIENCE).unwrap(), Call::Chunk(key(1), TokenRange::new(0, 64)));
+    let short = [(2, 10), (3, 20)].map(|(n, length)| engine.prefill(key(n), full(length, 1)).unwrap());
+    go_on.send(()).unwrap();
+    let _leases = short.map(|answer| answer.wait().unwrap());
+    let mut chunks = Vec::new();
+    while chunks.len() < 4 {
+        if let Call::Chunk(of, tokens) = calls.recv_timeout(PATIENCE).unwrap() {
+            chunks.push((of, tokens.start.0, tokens.end.0));
+        }
+    }
+    assert_eq!(chunks, [(key(2), 0, 10), (key(3), 0, 20), (key(1), 64, 98), (key(1), 98, 130)]);
 }

@@ -37,6 +37,51 @@ async fn exact(shape: &CacheShape, prefill: &'static str, decode: &'static str, 
     }
 }
 
+/// A target that holds the first `held` tokens already wants only the others, and nothing else is written.
+async fn exact_rest(
+    shape: &CacheShape,
+    (prefill, decode): (&'static str, &'static str),
+    (held, tokens, chunk): (u64, u64, u64),
+) {
+    for transport in EVERY {
+        let source = start(&Recipe::new("prefill", shape, prefill, transport));
+        let target = start(&Recipe::new("decode", shape, decode, transport));
+        let key = room(u128::from(held) << 8 | 5);
+        let case = format!("{prefill} to {decode}, tokens {held}..{tokens} by {chunk}, {transport}");
+        let sending = source.send(key, tokens);
+        let receiving = target.node.receive(Receive {
+            key,
+            peers: vec![source.node.addr()],
+            table: target.table(tokens),
+            tokens: TokenRange::new(held, tokens),
+            transport: None,
+            prompt: None,
+        });
+        compute_and_send(&source, &sending, tokens, chunk);
+        let (sent, received) = soon(async { tokio::join!(sending.outcome(), receiving.outcome()) }).await;
+        let (sent, received) = (sent.expect(&case), received.expect(&case));
+        // Tokens before `held` must have stayed as they were, which is empty.
+        let wrong = target.wrong_bytes(key, &target.table(tokens), TokenRange::new(held, tokens));
+        assert_eq!(wrong, 0, "{case}");
+        assert_eq!((received.bytes, sent.bytes), (received.planned_bytes, received.planned_bytes), "{case}");
+        assert_eq!(received.bytes.0 % (tokens - held), 0, "{case}");
+        quiet(&source).await;
+        quiet(&target).await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_rest_of_a_prompt_whose_beginning_the_target_holds() {
+    // On a page boundary of the source and not, within a chunk and between two, down to the last token.
+    for (held, tokens, chunk) in [(64, 150, 32), (24, 150, 48), (72, 100, 100), (48, 49, 16)] {
+        exact_rest(&gqa(), ("tp=3,page=16", "tp=2,page=24"), (held, tokens, chunk)).await;
+    }
+    for (held, tokens, chunk) in [(64, 130, 40), (128, 129, 16)] {
+        exact_rest(&mla(), ("tp=2,page=24", "tp=4,dcp=4,page=16"), (held, tokens, chunk)).await;
+    }
+    exact_rest(&mla(), ("tp=1,page=64", "tp=4,dcp=2,interleave=6,page=4"), (24, 63, 5)).await;
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn tp3_to_tp1() {
     exact(&gqa(), "tp=3,page=16", "tp=1,page=16", 100, 100).await;

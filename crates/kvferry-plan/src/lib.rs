@@ -17,6 +17,7 @@
 extern crate alloc;
 
 mod assembly;
+mod block;
 mod capacity;
 mod cover;
 mod coverage;
@@ -40,6 +41,7 @@ mod tokens;
 mod unsupported;
 
 pub use assembly::Assembly;
+pub use block::PrefixBlock;
 pub use capacity::{Capacity, Fit, Hold, Limit};
 pub use cover::{Cover, Covered};
 pub use coverage::{Accepted, Coverage, CoverageError};

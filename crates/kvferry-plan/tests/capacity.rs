@@ -130,3 +130,55 @@ fn a_limit_says_which_it_is_and_what_would_change_it() {
     let back: Limit = serde_json::from_str(&serde_json::to_string(&limit).unwrap()).unwrap();
     assert_eq!(back, limit);
 }
+
+proptest! {
+    /// A block is whole on every rank, wherever it lies, and nothing smaller is.
+    #[test]
+    fn a_prefix_block_is_the_smallest_run_of_pages_that_is_whole_everywhere(
+        dcp in 1_u32..5, interleave in 1_u32..9, page in 1_u32..9,
+    ) {
+        let placement = placement(dcp, interleave, page);
+        let block = placement.prefix_block().unwrap();
+        let map = placement.parts[0].tokens;
+        let whole = |pages: u64, tokens: u64| {
+            (0..dcp).all(|class| map.owned(Token(tokens), class) == pages * u64::from(page))
+        };
+        for k in 0..5 {
+            prop_assert!(whole(k * u64::from(block.pages), k * block.tokens));
+        }
+        for pages in 1..u64::from(block.pages) {
+            prop_assert!((0..=block.tokens).all(|tokens| !whole(pages, tokens)), "{pages} pages would do");
+        }
+    }
+}
+
+#[test]
+fn what_cannot_be_cut_into_blocks_is_not_shared() {
+    let mut other = placement(2, 1, 4);
+    let mut draft = other.parts[0];
+    draft.part = kvferry_plan::Part::DraftLatent;
+    draft.tokens = kvferry_plan::TokenMap::Dense;
+    // Dense draft rows on pages of a virtual page's tokens lie alike; on other pages they do not.
+    draft.page_size = 8;
+    other.parts.push(draft);
+    assert_eq!(other.prefix_block().map(|block| (block.pages, block.tokens)), Some((1, 8)));
+    other.parts[1].page_size = 4;
+    assert_eq!(other.prefix_block(), None);
+    let mut state = placement(1, 1, 4);
+    state.parts[0].part = kvferry_plan::Part::Recurrent;
+    assert_eq!(state.prefix_block(), None);
+    let mut sharded = placement(1, 1, 4);
+    sharded.parts[0].tokens = kvferry_plan::TokenMap::PageSharded { ranks: 1 };
+    assert_eq!(sharded.prefix_block(), None);
+    sharded.parts.clear();
+    assert_eq!(sharded.prefix_block(), None);
+    // Hostile numbers.
+    for (ranks, interleave, page_size) in
+        [(0, 1, 1), (1, 0, 1), (1, 1, 0), (u32::MAX, u32::MAX, u32::MAX - 1)]
+    {
+        let mut odd = placement(1, 1, 4);
+        odd.parts[0].tokens = kvferry_plan::TokenMap::Interleaved { ranks, interleave };
+        odd.parts[0].page_size = page_size;
+        let _ = odd.prefix_block();
+    }
+}

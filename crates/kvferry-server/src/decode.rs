@@ -12,7 +12,7 @@ use axum::{
 use futures_util::stream;
 use kvferry_engine::{Answer, Event, FirstToken, Request, RoomLease};
 use kvferry_node::{PeerAddr, Receipt, Receive};
-use kvferry_plan::{Blame, PageTable, TokenRange};
+use kvferry_plan::{Blame, TokenRange};
 use kvferry_registry::Member;
 use kvferry_session::Prompt;
 use tokio::sync::mpsc;
@@ -107,8 +107,8 @@ impl Room {
             problem = self.ended(Stage::Lookup) => return Err(problem),
         };
         // The prompt's pages are here before any are taken at prefill: no two rooms wait for each other crosswise.
-        self.say(DecodeRecord::Reserved { cached_tokens: 0 }).await;
-        let receipt = self.receive(peers, lease.table().clone()).await?;
+        self.say(DecodeRecord::Reserved { cached_tokens: lease.cached() }).await;
+        let receipt = self.receive(peers, &lease).await?;
         let done = self.generate(&lease, &receipt).await?;
         Ok((lease, done))
     }
@@ -133,8 +133,10 @@ impl Room {
         Ok(group.members.into_iter().map(address).collect())
     }
 
-    async fn receive(&self, peers: Vec<PeerAddr>, table: PageTable) -> Result<Receipt, Problem> {
-        let tokens = TokenRange::new(0, self.asked.prompt.len() as u64);
+    async fn receive(&self, peers: Vec<PeerAddr>, lease: &RoomLease) -> Result<Receipt, Problem> {
+        // What an earlier request left here is not moved again.
+        let tokens = TokenRange::new(lease.cached(), self.asked.prompt.len() as u64);
+        let table = lease.table().clone();
         let prompt = Some(Prompt::of(&self.asked.prompt));
         let room = Receive { key: self.asked.key, peers, table, tokens, prompt, transport: None };
         let handle = self.shared.node.receive(room);
@@ -168,12 +170,12 @@ impl Room {
                 Some(Event::Token { id, logprob, top }) => {
                     self.say(DecodeRecord::Token(Chosen { id, logprob, top })).await;
                 }
-                Some(Event::Done { reason, prompt_tokens_computed }) => {
+                Some(Event::Done { reason, prompt_tokens_computed, prompt_tokens_cached }) => {
                     return Ok(DecodeDone {
                         reason: api::reason(reason).into(),
                         prompt_tokens: asked.prompt.len() as u64,
                         prompt_tokens_computed,
-                        prompt_tokens_cached: 0,
+                        prompt_tokens_cached,
                         transfer: Transfer {
                             transport: receipt.transport.to_string(),
                             bytes: receipt.bytes,

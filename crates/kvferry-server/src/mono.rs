@@ -173,8 +173,8 @@ async fn next(events: &mut Events) -> Result<Piece, Problem> {
     loop {
         return match events.next().await {
             Some(Event::Token { id, logprob, top }) => Ok(Piece::Token(Chosen { id, logprob, top })),
-            Some(Event::Done { reason, .. }) => {
-                Ok(Piece::Finish(Finish { eos: reason == StopReason::Eos, cached_tokens: 0 }))
+            Some(Event::Done { reason, prompt_tokens_cached: cached_tokens, .. }) => {
+                Ok(Piece::Finish(Finish { eos: reason == StopReason::Eos, cached_tokens }))
             }
             Some(Event::Failed(error)) => Err(Problem::engine(Stage::Compute, &error)),
             Some(_) => continue,

@@ -113,12 +113,13 @@ impl Room {
         };
         // The outcome says that nobody reads the pages any more.
         let computed = handoff.forget(key);
+        let prompt_tokens_cached = lease.cached();
         drop(lease);
         match (outcome, computed) {
             (Ok(receipt), Some(Ok(first))) => Ok(PrefillReply {
                 first: first.into(),
                 prompt_tokens: self.prompt_tokens,
-                prompt_tokens_cached: 0,
+                prompt_tokens_cached,
                 exposed_seconds: receipt.exposed_seconds,
                 seconds: self.started.elapsed().as_secs_f64(),
             }),

@@ -97,7 +97,7 @@ pub(crate) struct EngineArgs {
     /// Tokens that each KV pool holds; the demo uses no more than its longest sequence
     #[arg(long, value_name = "TOKENS", help_heading = "Engine")]
     pub(crate) pool_tokens: Option<u64>,
-    /// Accepted for scripts: there is no prefix cache yet, every prompt is computed
+    /// Keep no cache of earlier requests: every prompt is computed and moved whole
     #[arg(long, help_heading = "Engine")]
     pub(crate) no_prefix_cache: bool,
     /// How the cache is moved: pushed over TCP, or pulled out of shared memory
@@ -253,6 +253,7 @@ impl EngineArgs {
             chunk: self.chunk,
             max_model_len: self.max_model_len,
             pool_tokens: self.pool_tokens.unwrap_or(pool_tokens),
+            prefix_cache: !self.no_prefix_cache,
             ..EngineConfig::default()
         }
     }

@@ -14,7 +14,7 @@ use common::{Server, command, wait_until};
 use kvferry::{
     plan::{Attempt, Blame, InstanceId, RoomId, RoomKey},
     server::{
-        DecodeDone, DecodeRecord, DecodeRequest, InstanceClient, InstancePair, Leg, PairEvent,
+        DecodeDone, DecodeRecord, DecodeRequest, InstanceClient, InstancePair, Leg, PairEvent, PrefillReply,
         PrefillRequest, Problem, SamplingSpec, Stage,
     },
 };
@@ -60,6 +60,9 @@ fn key(room: u128) -> RoomKey {
     RoomKey { room: RoomId(room), attempt: Attempt(0) }
 }
 
+/// Ids and the end.
+type Decoded = Result<(Vec<u32>, DecodeDone), Problem>;
+
 impl Cluster {
     fn start(prefill: &[&str], decode: &[&str]) -> Self {
         let registry = Server::start(&["--role", "registry"]);
@@ -84,11 +87,16 @@ impl Cluster {
     }
 
     /// One request across both: the ids and the end.
-    fn run(&self, room: u128, prompt: &[u32]) -> Result<(Vec<u32>, DecodeDone), Problem> {
+    fn run(&self, room: u128, prompt: &[u32]) -> Decoded {
         self.answer(self.ask(room, prompt).1)
     }
 
-    fn answer(&self, request: DecodeRequest) -> Result<(Vec<u32>, DecodeDone), Problem> {
+    fn answer(&self, request: DecodeRequest) -> Decoded {
+        self.both(request).map(|(ids, _, done)| (ids, done))
+    }
+
+    /// The ids, and what each side says of the request.
+    fn both(&self, request: DecodeRequest) -> Result<(Vec<u32>, PrefillReply, DecodeDone), Problem> {
         let tokens = request.prompt.len() as u64;
         self.runtime.block_on(async {
             let (mut answer, mut ids) = (self.pair().open(request).await?, Vec::new());
@@ -96,8 +104,9 @@ impl Cluster {
                 match event {
                     PairEvent::Token(token) => ids.push(token.id),
                     PairEvent::Done(done) => {
-                        assert_eq!(done.prefill.unwrap().prompt_tokens, tokens);
-                        return Ok((ids, done.decode));
+                        let reply = done.prefill.unwrap();
+                        assert_eq!(reply.prompt_tokens, tokens);
+                        return Ok((ids, reply, done.decode));
                     }
                 }
             }
@@ -176,6 +185,46 @@ fn after_many_rooms_nothing_is_left() {
     let ledger = cluster.ledger(&cluster.decode);
     assert_eq!(ledger["node"]["completed"], 13);
     assert!(ledger["process"]["threads"].as_u64().unwrap() < 60, "{ledger:#}");
+}
+
+#[test]
+fn a_prompt_that_begins_like_an_earlier_one_is_neither_computed_nor_moved_twice() {
+    // Blocks of 24 tokens at prefill, of 16 at decode.
+    let layouts = [["--layout", "tp=2,page=24"], ["--layout", "tp=4,dcp=2,page=8"]];
+    for transport in ["tcp", "shm"] {
+        let [to, from] = layouts.map(|layout| [&layout[..], &["--transport", transport]].concat());
+        let cluster = Cluster::start(&to, &from);
+        let prompt: Vec<u32> = (5..95).collect();
+        let other: Vec<u32> = (5..45).chain(200..250).collect();
+        let run = |cluster: &Cluster, room, prompt: &[u32]| {
+            let (ids, reply, done) = cluster.both(cluster.ask(room, prompt).1).unwrap();
+            assert_eq!(done.transfer.bytes, done.transfer.planned_bytes);
+            assert_eq!(done.prompt_tokens_computed, 0);
+            let cached = (reply.prompt_tokens_cached, done.prompt_tokens_cached);
+            (ids, done.transfer.bytes.0, cached)
+        };
+        let (ids, whole, cached) = run(&cluster, 1, &prompt);
+        assert_eq!(cached, (0, 0));
+        // At least the last token is always computed and moved.
+        let (again, rest, cached) = run(&cluster, 2, &prompt);
+        assert_eq!((&again, cached), (&ids, (72, 80)), "{transport}");
+        assert_eq!(rest * 90, whole * 10, "{transport}");
+        let (others, rest, cached) = run(&cluster, 3, &other);
+        assert_eq!(cached, (24, 32), "{transport}");
+        assert_eq!(rest * 90, whole * 58, "{transport}");
+        wait_until("quiet", || cluster.is_quiet());
+        let ledger = cluster.ledger(&cluster.decode);
+        assert_eq!(ledger["engine"]["pages_free"], ledger["engine"]["pages_total"]);
+        assert!(ledger["engine"]["pages_cached"].as_u64().unwrap() >= 8, "{ledger:#}");
+
+        let [to, from] = [to, from].map(|args| [&args[..], &["--no-prefix-cache"]].concat());
+        let without = Cluster::start(&to, &from);
+        for (room, prompt, expected) in [(1, &prompt, &ids), (2, &prompt, &ids), (3, &other, &others)] {
+            let (ids, bytes, cached) = run(&without, room, prompt);
+            assert_eq!((&ids, bytes, cached), (expected, whole, (0, 0)), "{transport}");
+        }
+        assert_eq!(without.ledger(&without.decode)["engine"]["pages_cached"], 0);
+    }
 }
 
 #[test]

@@ -68,6 +68,26 @@ fn short_prompts_and_page_edges_in_one_cluster() {
 }
 
 #[test]
+fn cached_prefixes_are_proven_like_everything_else() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = ids_file(folder.path(), 150, 512, 1);
+    let twice = ["--prompt-tokens", file.to_str().unwrap(), "--prompt-tokens", file.to_str().unwrap()];
+    let report = assert_proven(&demo(&[&MLA_DCP4, &twice, &["--max-tokens", "3", "--ignore-eos"]]));
+    assert_eq!(report["bit_equal"], true);
+    // Blocks of 16 tokens at prefill, of 64 at decode.
+    let cached = |n: usize, side: &str| report["prompts"][n][format!("{side}_prompt_tokens_cached")].clone();
+    assert_eq!((cached(0, "prefill"), cached(0, "decode")), (0.into(), 0.into()));
+    assert_eq!((cached(1, "prefill"), cached(1, "decode")), (144.into(), 128.into()));
+    let bytes = |n: usize| report["prompts"][n]["transfer"]["bytes"].as_u64().unwrap();
+    assert_eq!(bytes(1) * 150, bytes(0) * 22);
+    let off = assert_proven(&demo(&[&MLA_DCP4, &twice, &["--no-prefix-cache", "--max-tokens", "2"]]));
+    assert_eq!(
+        (&off["prefill_prompt_tokens_cached"], &off["decode_prompt_tokens_cached"]),
+        (&0.into(), &0.into())
+    );
+}
+
+#[test]
 fn fast_arithmetic_is_close_and_bf16_is_compared_from_the_same_prefill_layout() {
     let f32 = assert_proven(&demo(&[&["--arith", "fast"]]));
     assert_eq!(f32["claim"], "close");

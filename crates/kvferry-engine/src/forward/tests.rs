@@ -12,6 +12,7 @@ use crate::{
     Attention, LoadOptions, Rows,
     math::Arith,
     pages::{Lease, Pages},
+    prefix::Found,
 };
 
 /// What `logits.safetensors` and `tokens.json` say of one prompt.
@@ -48,7 +49,8 @@ struct Sequence {
 impl Sequence {
     fn new(forward: &Forward, pages: &mut Pages, prompt: &[u32], extra: usize, chunk: usize) -> Self {
         let tokens = (prompt.len() + extra) as u64;
-        let lease = pages.take(forward.placement().pages_for(tokens).unwrap()).unwrap();
+        let count = forward.placement().pages_for(tokens).unwrap();
+        let lease = pages.take(count, Found::default(), |_| ()).unwrap();
         Self { lease, prompt: prompt.to_vec(), chunk, filled: 0, logits: Vec::new() }
     }
 
@@ -108,7 +110,7 @@ fn agrees_with_the_reference(name: &str, attention: Attention, arith: Arith, lay
         let expected = floats(&tensors, &format!("logits.{i}"));
         let generated = floats(&tensors, &format!("gen_logits.{i}"));
         for chunk in [1, 7, 64, usize::MAX] {
-            let mut pages = Pages::new(forward.pages());
+            let mut pages = Pages::new(forward.pages(), None);
             let extra = reference.generated.len();
             let mut sequence =
                 Sequence::new(&forward, &mut pages, &reference.prompt, extra, chunk.min(1 << 20));
@@ -183,7 +185,7 @@ fn trace(
 ) -> Trace {
     let total = first.len() + others.iter().map(Vec::len).sum::<usize>();
     let forward = build(model, layout, kv, total as u64 + 512);
-    let mut pages = Pages::new(forward.pages());
+    let mut pages = Pages::new(forward.pages(), None);
     // Other requests' pages lie in front and between.
     let mut sequences: Vec<Sequence> = others
         .iter()

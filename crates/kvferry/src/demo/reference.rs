@@ -46,12 +46,14 @@ impl Plan {
             Claim::CloseFromSamePrefill => &args.prefill,
             Claim::Bits | Claim::Close => &single,
         };
+        // A reference computes everything itself.
+        let config = |layout| EngineConfig { prefix_cache: false, ..args.engine.config(layout, POOL_TOKENS) };
         Self {
             claim,
             max_tokens: args.max_tokens,
             ignore_eos: args.ignore_eos,
-            whole: args.engine.config(whole, POOL_TOKENS),
-            decode: args.engine.config(&args.decode, POOL_TOKENS),
+            whole: config(whole),
+            decode: config(&args.decode),
         }
     }
 

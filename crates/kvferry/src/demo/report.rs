@@ -134,6 +134,10 @@ pub(super) struct Outcome {
     /// Of these ids.
     pub(super) logprobs: Vec<f32>,
     pub(super) decode_prompt_tokens_computed: Option<u64>,
+    /// Prompt tokens that were not computed by prefill, because their cache was there from an earlier prompt.
+    pub(super) prefill_prompt_tokens_cached: Option<u64>,
+    /// Prompt tokens that were not moved, because decode had their cache from an earlier prompt.
+    pub(super) decode_prompt_tokens_cached: Option<u64>,
     pub(super) transfer: Option<TransferReport>,
     pub(super) cache: CacheReport,
     pub(super) two_processes: Option<Times>,
@@ -201,6 +205,8 @@ impl Outcome {
             logprobs: run.tokens.iter().map(|t| t.logprob).collect(),
             generated,
             decode_prompt_tokens_computed: Some(computed),
+            prefill_prompt_tokens_cached: Some(run.prefill.prompt_tokens_cached),
+            decode_prompt_tokens_cached: Some(run.decode.prompt_tokens_cached),
             transfer: Some(transfer),
             cache: CacheReport { bytes: Bytes(cache.bytes), equal: cache.is_equal() },
             two_processes: times(run.first, run.last),
@@ -215,6 +221,7 @@ impl Outcome {
         let sum = |get: fn(&TransferReport) -> u64| {
             outcomes().filter_map(|o| o.transfer.as_ref()).map(get).fold(0, u64::saturating_add)
         };
+        let total = |get: fn(&Self) -> Option<u64>| outcomes().filter_map(get).reduce(u64::saturating_add);
         let seconds = |get: fn(&TransferReport) -> f64| {
             outcomes().filter_map(|o| o.transfer.as_ref()).map(get).sum::<f64>()
         };
@@ -230,9 +237,9 @@ impl Outcome {
             max_abs_logprob_diff: outcomes().filter_map(|o| o.max_abs_logprob_diff).reduce(f32::max),
             generated: outcomes().flat_map(|o| o.generated.clone()).collect(),
             logprobs: outcomes().flat_map(|o| o.logprobs.clone()).collect(),
-            decode_prompt_tokens_computed: outcomes()
-                .filter_map(|o| o.decode_prompt_tokens_computed)
-                .reduce(|a, b| a + b),
+            decode_prompt_tokens_computed: total(|o| o.decode_prompt_tokens_computed),
+            prefill_prompt_tokens_cached: total(|o| o.prefill_prompt_tokens_cached),
+            decode_prompt_tokens_cached: total(|o| o.decode_prompt_tokens_cached),
             transfer: outcomes().any(|o| o.transfer.is_some()).then(|| TransferReport {
                 bytes: Bytes(sum(|t| t.bytes.0)),
                 planned_bytes: Bytes(sum(|t| t.planned_bytes.0)),

@@ -123,6 +123,14 @@ fn verdict(report: &Report) {
     if let Some(computed) = total.decode_prompt_tokens_computed {
         let prompt_tokens: u64 = report.prompts.iter().map(|p| p.prompt_tokens).sum();
         terminal::line(format_args!("prompt tokens computed by decode: {computed} of {prompt_tokens}"));
+        let cached = [total.prefill_prompt_tokens_cached, total.decode_prompt_tokens_cached];
+        if let [Some(prefill), Some(decode)] = cached
+            && prefill + decode > 0
+        {
+            terminal::line(format_args!(
+                "prompt tokens cached from earlier prompts: {prefill} not computed by prefill, {decode} not moved"
+            ));
+        }
     }
     for (number, prompt) in (1..).zip(&report.prompts) {
         let which = if report.prompts.len() > 1 { format!("prompt {number}: ") } else { String::new() };

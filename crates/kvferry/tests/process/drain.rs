@@ -21,7 +21,7 @@ fn decode_finishes_its_rooms_first() {
 
 fn drains(prefill_drains: bool) {
     let (fleet, mut alone) = (Fleet::start(), Alone::start());
-    let common = ["--throttle", "524288", "--chunk", "16"];
+    let common = ["--throttle", "524288", "--chunk", "16", "--no-prefix-cache"];
     let prefill = fleet.peer("prefill", "prefill", &common);
     let decode = fleet.peer("decode", "decode", &common);
     let (drained, other) = if prefill_drains { (prefill, decode) } else { (decode, prefill) };

@@ -147,6 +147,8 @@ impl Ledger {
         let mut held = self.0.clone();
         let grow = ["broken", "completed", "failed", "faults", "landed", "refused", "tombstones"];
         held["node"].as_object_mut().unwrap().retain(|name, _| !grow.contains(&name.as_str()));
+        // Cached pages are free for whoever needs them.
+        held["engine"].as_object_mut().unwrap().remove("pages_cached");
         held
     }
 }

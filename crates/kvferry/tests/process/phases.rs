@@ -84,7 +84,8 @@ struct Scene {
 impl Scene {
     fn start(transport: &str, victim: Side) -> Self {
         let fleet = Fleet::start();
-        let common = ["--transport", transport, "--throttle", RATE, "--chunk", "16"];
+        // Every prompt moves whole, so that each phase is met.
+        let common = ["--transport", transport, "--throttle", RATE, "--chunk", "16", "--no-prefix-cache"];
         let prefill = fleet.peer("prefill", "prefill", &[&common[..], &["--layout", "tp=2"]].concat());
         let layout = ["--layout", "tp=4,dcp=2,page=8"];
         let decode = fleet.peer("decode", "decode", &[&common[..], &layout].concat());

@@ -1,0 +1,209 @@
+//! Which prefixes of earlier requests are still in the pool: a radix tree over token ids, one node for each block of
+//! whole pages. Not for pages that belong to one request only (`pages`), nor for the bytes in them (`pool`).
+
+use std::{
+    collections::{BTreeSet, HashMap},
+    sync::Arc,
+};
+
+use kvferry_plan::{PageId, PrefixBlock};
+
+/// A node of the tree. Numbers are not used again.
+pub(crate) type NodeId = u64;
+
+/// Where all paths begin. It has no pages.
+const ROOT: NodeId = 0;
+
+#[derive(Debug, Default)]
+struct Node {
+    parent: NodeId,
+    /// The block's tokens; a node stands for these after those of all nodes above it.
+    tokens: Arc<[u32]>,
+    pages: Box<[PageId]>,
+    children: HashMap<Arc<[u32]>, NodeId>,
+    /// Requests whose table has these pages, or pages of a node below.
+    readers: u32,
+    /// When the last reader left.
+    used: u64,
+}
+
+/// The prefix of a prompt that is in the pool. Good until anything else is done with the tree.
+#[derive(Debug, Default)]
+pub(crate) struct Found {
+    /// Nodes from the first block on.
+    path: Vec<NodeId>,
+    /// How many of its blocks others read now.
+    pinned: usize,
+}
+
+impl Found {
+    /// Blocks that were found.
+    pub(crate) fn blocks(&self) -> usize {
+        self.path.len()
+    }
+
+    /// How many of them are not among those that can be evicted.
+    pub(crate) fn pinned(&self) -> usize {
+        self.pinned
+    }
+}
+
+/// A reader's hold on a path of nodes: none of them is evicted while it lasts.
+#[derive(Debug, Default)]
+pub(crate) struct Pin(Vec<NodeId>);
+
+impl Pin {
+    /// Blocks that are held.
+    pub(crate) fn blocks(&self) -> usize {
+        self.0.len()
+    }
+}
+
+/// The tree.
+#[derive(Debug)]
+pub(crate) struct Prefixes {
+    /// Tokens of a block.
+    tokens: usize,
+    nodes: HashMap<NodeId, Node>,
+    next: NodeId,
+    clock: u64,
+    /// Leaves that nobody reads, the one that was left first in front.
+    idle: BTreeSet<(u64, NodeId)>,
+    /// Nodes that nobody reads: whole subtrees, so that all of them can be evicted from the leaves up.
+    unread: usize,
+}
+
+impl Prefixes {
+    /// An empty tree. `None` when a block is longer than any prompt.
+    pub(crate) fn new(block: PrefixBlock) -> Option<Self> {
+        let tokens = usize::try_from(block.tokens).ok().filter(|tokens| *tokens > 0)?;
+        let nodes = HashMap::from([(ROOT, Node::default())]);
+        Some(Self { tokens, nodes, next: ROOT + 1, clock: 0, idle: BTreeSet::new(), unread: 0 })
+    }
+
+    /// Tokens of a block.
+    pub(crate) fn block(&self) -> usize {
+        self.tokens
+    }
+
+    /// Blocks in the tree.
+    pub(crate) fn blocks(&self) -> usize {
+        self.nodes.len() - 1
+    }
+
+    /// Blocks that can be evicted.
+    pub(crate) fn evictable(&self) -> usize {
+        self.unread
+    }
+
+    /// The longest prefix of `prompt` in whole blocks that leaves at least its last token out, because something has
+    /// to be computed to know what follows.
+    pub(crate) fn find(&self, prompt: &[u32]) -> Found {
+        let mut found = Found::default();
+        let mut at = ROOT;
+        let most = prompt.len().saturating_sub(1) / self.tokens;
+        for block in prompt.chunks_exact(self.tokens).take(most) {
+            let Some(child) = self.child(at, block) else { break };
+            found.pinned += usize::from(self.nodes.get(&child).is_some_and(|node| node.readers > 0));
+            found.path.push(child);
+            at = child;
+        }
+        found
+    }
+
+    /// The pages of what was found, in order.
+    pub(crate) fn pages(&self, found: &Found) -> Vec<PageId> {
+        let nodes = found.path.iter().filter_map(|id| self.nodes.get(id));
+        nodes.flat_map(|node| node.pages.iter().copied()).collect()
+    }
+
+    /// Holds what was found.
+    pub(crate) fn pin(&mut self, found: Found) -> Pin {
+        for id in &found.path {
+            self.read(*id);
+        }
+        Pin(found.path)
+    }
+
+    /// Lengthens the hold by the next block of its tokens. True when its `pages` belong to the tree from now on; they
+    /// do not when the tree has other pages with this prefix already.
+    pub(crate) fn extend(&mut self, pin: &mut Pin, tokens: &[u32], pages: &[PageId]) -> bool {
+        let parent = pin.0.last().copied().unwrap_or(ROOT);
+        if let Some(child) = self.child(parent, tokens) {
+            self.read(child);
+            pin.0.push(child);
+            return false;
+        }
+        let (id, tokens) = (self.next, Arc::<[u32]>::from(tokens));
+        let Some(above) = self.nodes.get_mut(&parent) else { return false };
+        above.children.insert(Arc::clone(&tokens), id);
+        let node = Node { parent, tokens, pages: pages.into(), readers: 1, ..Node::default() };
+        self.nodes.insert(id, node);
+        self.next += 1;
+        pin.0.push(id);
+        true
+    }
+
+    /// Ends a hold.
+    pub(crate) fn unpin(&mut self, pin: Pin) {
+        self.clock += 1;
+        for id in pin.0 {
+            let Some(node) = self.nodes.get_mut(&id) else { continue };
+            node.readers = node.readers.saturating_sub(1);
+            if node.readers == 0 {
+                node.used = self.clock;
+                self.unread += 1;
+                if node.children.is_empty() {
+                    self.idle.insert((node.used, id));
+                }
+            }
+        }
+    }
+
+    /// Takes the block out that has not been read for the longest time; its pages. `None` when all are held.
+    pub(crate) fn evict(&mut self) -> Option<Box<[PageId]>> {
+        let (_, id) = self.idle.pop_first()?;
+        let node = self.nodes.remove(&id)?;
+        self.unread -= 1;
+        if let Some(parent) = self.nodes.get_mut(&node.parent) {
+            parent.children.remove(&node.tokens);
+            if node.parent != ROOT && parent.readers == 0 && parent.children.is_empty() {
+                self.idle.insert((parent.used, node.parent));
+            }
+        }
+        Some(node.pages)
+    }
+
+    fn child(&self, parent: NodeId, tokens: &[u32]) -> Option<NodeId> {
+        self.nodes.get(&parent)?.children.get(tokens).copied()
+    }
+
+    fn read(&mut self, id: NodeId) {
+        let Some(node) = self.nodes.get_mut(&id) else { return };
+        if node.readers == 0 {
+            self.idle.remove(&(node.used, id));
+            self.unread -= 1;
+        }
+        node.readers += 1;
+    }
+
+    /// Every page of the tree.
+    #[cfg(test)]
+    pub(crate) fn all_pages(&self) -> Vec<PageId> {
+        self.nodes.values().flat_map(|node| node.pages.iter().copied()).collect()
+    }
+
+    /// Readers of each node, and for a block whose tokens are known the path above it.
+    #[cfg(test)]
+    pub(crate) fn readers(&self) -> std::collections::BTreeMap<NodeId, u32> {
+        self.nodes.iter().filter(|(id, _)| **id != ROOT).map(|(id, node)| (*id, node.readers)).collect()
+    }
+}
+
+#[cfg(test)]
+impl Pin {
+    /// The nodes that are held.
+    pub(crate) fn nodes(&self) -> &[NodeId] {
+        &self.0
+    }
+}
