@@ -25,7 +25,9 @@ class Process:
 
     def __init__(self, role, *arguments):
         command = [BINARY, "serve", "--role", role, "--listen", "127.0.0.1:0", "--exit-with-parent", *arguments]
-        self.child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        # A client that leaves is worth a warning to an operator, but is on purpose here.
+        environment = {"KVFERRY_LOG": "error", **os.environ}
+        self.child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
         self.role = role
 
     def wait_until_ready(self):
