@@ -15,6 +15,8 @@ mod run;
 mod shape;
 mod stops;
 mod stream;
+#[cfg(test)]
+mod tests;
 mod text;
 mod unserved;
 

@@ -33,6 +33,8 @@ struct PromptDetails {
 
 /// The continuations under way.
 pub(crate) struct Run {
+    /// Given back with the run.
+    _slots: OwnedSemaphorePermit,
     choices: SelectAll<BoxStream<'static, Result<Delta, Problem>>>,
     /// Continuations of each prompt.
     n: usize,
@@ -40,8 +42,6 @@ pub(crate) struct Run {
     completion_tokens: u64,
     /// Of each prompt, what no continuation had to compute.
     cached: Vec<Option<u64>>,
-    /// Given back with the run.
-    _slots: OwnedSemaphorePermit,
 }
 
 impl Run {
@@ -58,12 +58,12 @@ impl Run {
             choice(index, Arc::clone(backend), job, assembler).boxed()
         };
         Self {
+            _slots: slots,
             choices: wanted.jobs().enumerate().map(one).collect(),
             n: wanted.n,
             prompt_tokens: wanted.prompts.iter().map(|prompt| prompt.len() as u64).sum(),
             completion_tokens: 0,
             cached: vec![None; wanted.prompts.len()],
-            _slots: slots,
         }
     }
 
