@@ -1,9 +1,12 @@
 //! One peer, one transport, one thread: opens the link, plans, executes and digests in order, so that nothing of it
 //! runs on the runtime and a peer that stalls stalls its own lane only.
 
-use std::sync::{
-    Arc,
-    atomic::{AtomicBool, Ordering},
+use std::{
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+    time::Instant,
 };
 
 use kvferry_plan::{Generation, PageTable, Pair, RankId, RoomKey, TokenRange};
@@ -44,6 +47,8 @@ pub(crate) struct Task {
     /// Of all target ranks those at the target's end of this lane.
     pub(crate) targets: Arc<[RankId]>,
     pub(crate) digest: bool,
+    /// When it was given to the lane.
+    pub(crate) since: Instant,
     pub(crate) half: Half,
 }
 
@@ -209,6 +214,7 @@ fn report(shared: &Shared, task: &Task, result: Result<Vec<kvferry_session::Leg>
         source: task.source,
         tokens: task.tokens,
         result: result.map_err(|e| work::cause(&e, side)),
+        took: task.since.elapsed(),
     };
     shared.events.send(event).ok();
 }

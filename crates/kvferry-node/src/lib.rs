@@ -16,6 +16,7 @@ mod error;
 mod lane;
 mod ledger;
 mod node;
+mod observe;
 mod room;
 mod work;
 
@@ -25,4 +26,5 @@ pub use kvferry_session::{Cause, CauseKind, FirstToken, Prompt, Side};
 pub use kvferry_transport::{Inject, TransportKind};
 pub use ledger::Ledger;
 pub use node::Node;
+pub use observe::{Moment, Observer};
 pub use room::{PeerAddr, Receipt, Receive, ReceiveHandle, SourceHandle, SourceReceipt, SourceRoom};

@@ -3,7 +3,7 @@
 use std::{
     net::SocketAddr,
     sync::{
-        Arc, Mutex, PoisonError,
+        Arc, Mutex, OnceLock, PoisonError,
         atomic::{AtomicU64, Ordering},
     },
     time::{Instant, SystemTime, UNIX_EPOCH},
@@ -13,11 +13,11 @@ use kvferry_arena::Memory;
 use kvferry_plan::{Incarnation, InstanceId, RankId, RoomKey};
 use kvferry_session::{Capabilities, Cause, Endpoint, Hello};
 use kvferry_transport::{Registration, Setup, TransportKind};
-use tokio::sync::mpsc;
+use tokio::sync::{mpsc, oneshot};
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
 
 use crate::{
-    Ledger, NodeConfig, NodeError, PeerAddr, Receive, ReceiveHandle, SourceHandle, SourceRoom,
+    Ledger, NodeConfig, NodeError, Observer, PeerAddr, Receive, ReceiveHandle, SourceHandle, SourceRoom,
     connection::Listener,
     core::{Core, Event, Shared, Started},
 };
@@ -88,6 +88,7 @@ impl Node {
             events: events.clone(),
             inbox,
             ledger: Mutex::default(),
+            observer: OnceLock::new(),
             connection: AtomicU64::new(1),
             listen: stop.child_token(),
             stop,
@@ -164,6 +165,19 @@ impl Node {
     /// `cause`, now and later. Without effect on a room that is or was sent here.
     pub fn withhold(&self, key: RoomKey, cause: Cause) {
         self.events.send(Event::Withhold { key, cause }).ok();
+    }
+
+    /// Lets somebody watch the rooms from now on. Only the first caller's observer is told.
+    pub fn observe(&self, observer: Arc<dyn Observer>) {
+        self.shared.observer.set(observer).ok();
+    }
+
+    /// Comes true when the task that decides rooms has looked at everything that was sent to it before; false when it
+    /// has ended. A node that does not answer serves nobody.
+    pub fn answers(&self) -> impl Future<Output = bool> + Send + use<> {
+        let (reply, answer) = oneshot::channel();
+        self.events.send(Event::Ping(reply)).ok();
+        async { answer.await.is_ok() }
     }
 
     /// What the node holds.

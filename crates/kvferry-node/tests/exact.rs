@@ -4,8 +4,13 @@
 mod common;
 
 use common::*;
-use kvferry_node::{Receive, TransportKind};
-use kvferry_plan::{CacheShape, TokenRange};
+use std::{
+    mem::discriminant,
+    sync::{Arc, Mutex},
+};
+
+use kvferry_node::{Moment, Observer, Receive, Side, TransportKind};
+use kvferry_plan::{CacheShape, InstanceId, RoomKey, TokenRange};
 
 fn gqa() -> CacheShape {
     CacheShape::gqa(3, 3, 8)
@@ -115,6 +120,60 @@ async fn chunks_that_end_inside_pages() {
 #[tokio::test(flavor = "multi_thread")]
 async fn more_ranks_than_heads() {
     exact(&CacheShape::gqa(2, 2, 8), "tp=4,page=8", "tp=3,page=8", 33, 16).await;
+}
+
+/// Keeps what it is told.
+#[derive(Debug, Default)]
+struct Diary(Mutex<Vec<(Side, RoomKey, Moment)>>);
+
+impl Observer for Diary {
+    fn saw(&self, side: Side, key: RoomKey, moment: Moment) {
+        self.0.lock().unwrap().push((side, key, moment));
+    }
+}
+
+impl Diary {
+    /// What was told of one side of a room.
+    fn of(&self, side: Side, key: RoomKey) -> Vec<Moment> {
+        let all = self.0.lock().unwrap();
+        all.iter().filter(|(s, k, _)| (*s, *k) == (side, key)).map(|(.., moment)| moment.clone()).collect()
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_observer_sees_each_step_of_a_room_and_all_of_its_bytes() {
+    for transport in EVERY {
+        let source = start(&Recipe::new("prefill", &gqa(), "tp=3,page=16", transport));
+        let target = start(&Recipe::new("decode", &gqa(), "tp=2,page=16", transport));
+        let (sent, received) = (Arc::new(Diary::default()), Arc::new(Diary::default()));
+        source.node.observe(sent.clone());
+        target.node.observe(received.clone());
+        assert!(source.node.answers().await && target.node.answers().await);
+        let key = room(5);
+        let (given, taken) = hand_over(&source, &target, key, 100, 32).await;
+        let (given, taken) = (given.unwrap(), taken.unwrap());
+
+        let named = |name: &str| Moment::Paired { peer: InstanceId(name.into()) };
+        let moved = |diary: &Diary, side| {
+            diary.of(side, key).into_iter().fold((0, 0), |(bytes, copies), moment| match moment {
+                Moment::Moved { bytes: b, copies: c, .. } => (bytes + b.0, copies + c),
+                _ => (bytes, copies),
+            })
+        };
+        assert_eq!(moved(&sent, Side::Source), (given.bytes.0, given.copies), "{transport}");
+        assert_eq!(moved(&received, Side::Target), (taken.bytes.0, taken.copies), "{transport}");
+        let told = sent.of(Side::Source, key);
+        assert!(told.contains(&named("decode")) && told.contains(&Moment::Computed), "{told:?}");
+        let told = received.of(Side::Target, key);
+        let at = |moment: &Moment| told.iter().position(|m| discriminant(m) == discriminant(moment));
+        let order =
+            [named("prefill"), Moment::Granted, Moment::Offered, Moment::Declared].map(|m| at(&m).unwrap());
+        assert!(order.is_sorted(), "{told:?}");
+        assert_eq!(told[order[0]], named("prefill"));
+
+        soon(async { tokio::join!(source.node.shutdown(), target.node.shutdown()) }).await;
+        assert!(!source.node.answers().await, "a node that has ended does not answer");
+    }
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -40,7 +40,7 @@ pub use member::{
     Granted, Group, Groups, Heartbeat, Member, Members, Problem, Role, check_instance, loopback_url,
 };
 #[cfg(feature = "server")]
-pub use server::{BindError, bind_loopback, router};
+pub use server::{BindError, bind_loopback, router, router_over};
 pub use store::{LEASE, Refusal, Store};
 
 /// How often a member renews its lease.

@@ -67,6 +67,11 @@ type Shared = Arc<Mutex<Store>>;
 
 /// The HTTP routes of a registry over `store`.
 pub fn router(store: Store) -> Router {
+    router_over(Arc::new(Mutex::new(store)))
+}
+
+/// The same over a store that somebody else looks at as well.
+pub fn router_over(store: Arc<Mutex<Store>>) -> Router {
     Router::new()
         .route("/v1/instances", get(groups))
         .route("/v1/instances/{instance}", get(lookup))
@@ -74,7 +79,7 @@ pub fn router(store: Store) -> Router {
         .route("/v1/members/{instance}", put(register).delete(deregister))
         .route("/v1/members/{instance}/heartbeat", post(heartbeat))
         .layer(DefaultBodyLimit::max(BODY))
-        .with_state(Arc::new(Mutex::new(store)))
+        .with_state(store)
 }
 
 fn locked<T>(store: &Shared, act: impl FnOnce(&mut Store) -> T) -> T {

@@ -15,9 +15,8 @@ use kvferry_engine::EngineStats;
 use kvferry_plan::{Attempt, Blame, Incarnation, InstanceId, RankId, RoomId, RoomKey};
 use kvferry_registry::{Role, State as Registered};
 use serde::{Deserialize, Serialize};
-use serde_json::json;
 
-use crate::{KvDump, Problem, Stage, instance::Shared, process::ProcessCounts};
+use crate::{KvDump, Problem, Stage, instance::Shared, process::ProcessCounts, ready::Ready};
 
 /// How an instance is.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -32,6 +31,12 @@ pub struct Health {
     pub incarnation: Incarnation,
     /// Whether the registry knows it.
     pub registered: bool,
+    /// Whether work would be done now, as `GET /ready` says.
+    #[serde(default)]
+    pub ready: bool,
+    /// Why not.
+    #[serde(default)]
+    pub reason: Option<String>,
     /// The model.
     pub model: String,
     /// Its ranks.
@@ -40,35 +45,30 @@ pub struct Health {
     pub longest_prompt: u64,
 }
 
+pub(crate) async fn ready(State(shared): State<Arc<Shared>>) -> Ready {
+    shared.ready().into()
+}
+
+pub(crate) async fn metrics(State(shared): State<Arc<Shared>>) -> Response {
+    let metrics = shared.telemetry.metrics();
+    metrics.refresh(shared.ready().is_ok(), &shared.engine.stats(), Some(&shared.node.ledger()));
+    metrics.catalogue().answer()
+}
+
 pub(crate) async fn health(State(shared): State<Arc<Shared>>) -> Json<Health> {
+    let state = shared.ready();
     Json(Health {
         status: if shared.draining() { "draining" } else { "ok" }.into(),
         role: shared.role,
         instance: shared.instance.clone(),
         incarnation: shared.node.incarnation(),
         registered: shared.registration.state() == Registered::Registered,
+        ready: state.is_ok(),
+        reason: state.err(),
         model: shared.engine.model().name().to_owned(),
         ranks: shared.engine.placement().ranks(),
         longest_prompt: shared.engine.longest_prompt(),
     })
-}
-
-/// 200 while the instance takes work; else 503 with the reason.
-pub(crate) async fn ready(State(shared): State<Arc<Shared>>) -> Response {
-    let registered = match shared.registration.state() {
-        Registered::Registered => Ok(()),
-        Registered::Trying => Err("the registry is not reached".into()),
-        Registered::Refused(reason) => Err(reason),
-    };
-    let state = match shared.admit() {
-        Ok(()) => registered,
-        Err(problem) => Err(problem.cause),
-    };
-    match state {
-        Ok(()) => Json(json!({ "ready": true })).into_response(),
-        Err(reason) => (StatusCode::SERVICE_UNAVAILABLE, Json(json!({ "ready": false, "reason": reason })))
-            .into_response(),
-    }
 }
 
 #[derive(Serialize)]
@@ -98,7 +98,7 @@ pub(crate) async fn ledger(State(shared): State<Arc<Shared>>) -> Json<Ledger> {
 /// A path that this instance does not have.
 pub(crate) async fn nowhere(State(shared): State<Arc<Shared>>, uri: Uri) -> Response {
     let cause = format!(
-        "{} is a {} instance and has no {}; it serves /health, /ready, /debug/ledger, /debug/kv/{{room}} and /internal/{}",
+        "{} is a {} instance and has no {}; it serves /health, /ready, /metrics, /debug/ledger, /debug/kv/{{room}} and /internal/{}",
         shared.instance,
         shared.role,
         uri.path(),

@@ -186,15 +186,21 @@ pub enum Stage {
     Compute,
 }
 
-impl fmt::Display for Stage {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
+impl Stage {
+    fn name(self) -> &'static str {
+        match self {
             Self::Request => "request",
             Self::Admission => "admission",
             Self::Lookup => "lookup",
             Self::HandOff => "hand-off",
             Self::Compute => "compute",
-        })
+        }
+    }
+}
+
+impl fmt::Display for Stage {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
     }
 }
 
@@ -226,6 +232,12 @@ pub struct Problem {
     /// Whether it was said by an instance, or by nobody.
     #[serde(skip)]
     pub(crate) reach: Reach,
+    /// The field in which two instances differ, where that is why they do not serve each other.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub field: Option<String>,
+    /// What it is counted under; empty where nobody has said.
+    #[serde(skip)]
+    pub(crate) cause_kind: &'static str,
     /// The HTTP status, where it does not follow from blame and stage. Travels as the status alone.
     #[serde(skip)]
     pub(crate) status: Option<StatusCode>,
@@ -236,7 +248,16 @@ impl Problem {
     #[must_use]
     pub fn new(blame: Blame, stage: Stage, cause: impl fmt::Display) -> Self {
         let cause = cause.to_string();
-        Self { blame, stage, cause, instance: None, reach: Reach::Answered, status: None }
+        Self {
+            blame,
+            stage,
+            cause,
+            instance: None,
+            reach: Reach::Answered,
+            field: None,
+            cause_kind: "",
+            status: None,
+        }
     }
 
     /// The same, told with the instance where it happened; one that names another already keeps it.
@@ -244,6 +265,25 @@ impl Problem {
     pub fn at(mut self, instance: &InstanceId) -> Self {
         self.instance.get_or_insert_with(|| instance.clone());
         self
+    }
+}
+
+impl Problem {
+    /// Blame, stage and cause as values of labels: few, and none from outside.
+    pub(crate) fn labels(&self, outcome: &str) -> (&'static str, &'static str, &'static str) {
+        let blame = match self.blame {
+            Blame::Caller => "caller",
+            Blame::PeerIncompatible => "peer_incompatible",
+            Blame::PeerMisbehaved => "peer_misbehaved",
+            Blame::Environment => "environment",
+            Blame::Us => "internal",
+        };
+        let cause = match (self.cause_kind, outcome) {
+            ("", "aborted") => "client_gone",
+            ("", _) => "other",
+            (kind, _) => kind,
+        };
+        (blame, self.stage.name(), cause)
     }
 }
 

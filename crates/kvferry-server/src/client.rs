@@ -8,7 +8,8 @@ use reqwest::Response;
 use serde::{Serialize, de::DeserializeOwned};
 
 use crate::{
-    DecodeRecord, DecodeRequest, Health, KvDump, PrefillReply, PrefillRequest, Problem, Stage, api::Reach,
+    DecodeRecord, DecodeRequest, Health, KvDump, PrefillReply, PrefillRequest, Problem, Stage, TraceContext,
+    api::Reach,
 };
 
 /// Longest line of a decode stream.
@@ -19,6 +20,8 @@ const LINE: usize = 1 << 20;
 pub struct InstanceClient {
     http: reqwest::Client,
     url: String,
+    /// The trace that requests belong to.
+    trace: Option<TraceContext>,
 }
 
 impl InstanceClient {
@@ -30,7 +33,13 @@ impl InstanceClient {
         let http = loopback_http()
             .and_then(|builder| builder.build().map_err(|e| e.to_string()))
             .map_err(|e| Problem::new(Blame::Environment, Stage::Lookup, e))?;
-        Ok(Self { http, url: url.trim_end_matches('/').to_owned() })
+        Ok(Self { http, url: url.trim_end_matches('/').to_owned(), trace: None })
+    }
+
+    /// The same, for requests that are part of a trace.
+    #[must_use]
+    pub fn traced(&self, trace: TraceContext) -> Self {
+        Self { trace: Some(trace), ..self.clone() }
     }
 
     /// How the instance is.
@@ -93,7 +102,11 @@ impl InstanceClient {
     }
 
     fn post(&self, path: &str, body: &impl Serialize) -> reqwest::RequestBuilder {
-        self.http.post(format!("{}{path}", self.url)).json(body)
+        let request = self.http.post(format!("{}{path}", self.url)).json(body);
+        match self.trace {
+            Some(trace) => request.header(TraceContext::HEADER, trace.to_string()),
+            None => request,
+        }
     }
 
     async fn json<T: DeserializeOwned>(&self, request: reqwest::RequestBuilder) -> Result<T, Problem> {

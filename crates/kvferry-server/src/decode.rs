@@ -6,7 +6,7 @@ use axum::{
     Json,
     body::Body,
     extract::{State, rejection::JsonRejection},
-    http::header,
+    http::{HeaderMap, header},
     response::{IntoResponse, Response},
 };
 use futures_util::stream;
@@ -17,9 +17,12 @@ use kvferry_registry::Member;
 use kvferry_session::Prompt;
 use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
+use tracing::Instrument;
 
 use crate::{
-    Chosen, DecodeDone, DecodeRecord, DecodeRequest, Problem, Stage, Transfer, api, instance::Shared,
+    Chosen, DecodeDone, DecodeRecord, DecodeRequest, Problem, Stage, TraceContext, Transfer, api,
+    instance::Shared,
+    telemetry::{Phase, RoomTelemetry, Totals},
 };
 
 /// Lines that may wait for a client that reads slowly; then its request waits.
@@ -27,10 +30,13 @@ const BACKLOG: usize = 64;
 
 pub(crate) async fn handle(
     State(shared): State<Arc<Shared>>,
+    headers: HeaderMap,
     body: Result<Json<DecodeRequest>, JsonRejection>,
 ) -> Result<Response, Problem> {
     let Json(asked) = body?;
     shared.admit()?;
+    let seen = shared.telemetry.begin(asked.key, asked.prompt.len(), TraceContext::from_headers(&headers));
+    seen.peer(&asked.prefill);
     let request = Request {
         prompt: asked.prompt.clone(),
         max_tokens: asked.max_tokens,
@@ -40,12 +46,15 @@ pub(crate) async fn handle(
         hold: None,
     };
     // What makes no sense or can never fit is refused before the other side is even looked for.
-    let granted = shared
-        .engine
-        .reserve(asked.key, request)
-        .map_err(|error| Problem::engine(Stage::Admission, &error))?;
+    let granted = shared.engine.reserve(asked.key, request).map_err(|error| {
+        let problem = Problem::engine(Stage::Admission, &error);
+        seen.failed(&problem, false);
+        problem
+    })?;
     let (lines, mut records) = mpsc::channel(BACKLOG);
-    shared.tasks.spawn(Room { shared: Arc::clone(&shared), asked, lines }.run(granted));
+    let span = seen.log_span();
+    let room = Room { shared: Arc::clone(&shared), asked, lines, seen };
+    shared.tasks.spawn(room.run(granted).instrument(span));
     // The status says how it went until the pages were there; what fails later is the stream's last line.
     let first = match records.recv().await {
         Some(DecodeRecord::Error(problem)) => return Err(problem),
@@ -72,19 +81,21 @@ struct Room {
     asked: DecodeRequest,
     /// Closed when the client goes away.
     lines: mpsc::Sender<DecodeRecord>,
+    seen: RoomTelemetry,
 }
 
 impl Room {
     async fn run(self, granted: Answer<RoomLease>) {
         let last = match self.take_over(granted).await {
             Ok((lease, done)) => {
+                self.seen.completed(Totals { cached: done.prompt_tokens_cached, exposed: None });
                 if self.asked.hold {
                     self.shared.hold(lease);
                 }
                 DecodeRecord::Done(done)
             }
             Err(problem) => {
-                tracing::warn!(key = %self.asked.key, %problem, "decode room failed");
+                self.seen.failed(&problem, self.lines.is_closed());
                 DecodeRecord::Error(problem)
             }
         };
@@ -102,6 +113,8 @@ impl Room {
             problem = self.ended(Stage::Admission) => return Err(problem),
             problem = self.shared.waited(self.asked.prompt.len()) => return Err(problem),
         };
+        self.seen.admitted();
+        self.seen.enter(Phase::Pair);
         let peers = tokio::select! {
             peers = self.find_prefill() => peers?,
             problem = self.ended(Stage::Lookup) => return Err(problem),
@@ -109,6 +122,8 @@ impl Room {
         // The prompt's pages are here before any are taken at prefill: no two rooms wait for each other crosswise.
         self.say(DecodeRecord::Reserved { cached_tokens: lease.cached() }).await;
         let receipt = self.receive(peers, &lease).await?;
+        self.seen.received();
+        self.seen.enter(Phase::Compute);
         let done = self.generate(&lease, &receipt).await?;
         Ok((lease, done))
     }
@@ -168,6 +183,7 @@ impl Room {
             };
             match event {
                 Some(Event::Token { id, logprob, top }) => {
+                    self.seen.token();
                     self.say(DecodeRecord::Token(Chosen { id, logprob, top })).await;
                 }
                 Some(Event::Done { reason, prompt_tokens_computed, prompt_tokens_cached }) => {

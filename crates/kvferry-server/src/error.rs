@@ -7,7 +7,7 @@ use axum::{
     response::{IntoResponse, Response},
 };
 use kvferry_engine::EngineError;
-use kvferry_node::{NodeError, RoomError};
+use kvferry_node::{CauseKind, NodeError, RoomError};
 use kvferry_plan::Blame;
 use kvferry_registry::{BindError, ClientError};
 
@@ -55,7 +55,16 @@ impl ServerError {
 impl Problem {
     /// An engine's refusal or failure.
     pub(crate) fn engine(stage: Stage, error: &EngineError) -> Self {
-        let problem = Self::new(error.blame(), stage, error);
+        let cause_kind = match error {
+            EngineError::NeverFits { .. } => "never_fits",
+            EngineError::QueueFull { .. } => "queue_full",
+            EngineError::Request(_) => "request",
+            EngineError::RoomInUse(_) => "duplicate",
+            EngineError::Aborted => "aborted",
+            EngineError::Stopped => "stopped",
+            _ => "engine",
+        };
+        let problem = Self { cause_kind, ..Self::new(error.blame(), stage, error) };
         match error {
             EngineError::RoomInUse(_) => Self { status: Some(StatusCode::CONFLICT), ..problem },
             _ => problem,
@@ -64,7 +73,28 @@ impl Problem {
 
     /// How a room failed at the node.
     pub(crate) fn room(error: &RoomError) -> Self {
-        let problem = Self::new(error.blame(), Stage::HandOff, error);
+        let cause_kind = match error {
+            RoomError::Incompatible { .. } => "incompatible",
+            RoomError::Unreachable { .. } => "unreachable",
+            RoomError::Rejected { .. } => "duplicate",
+            RoomError::ShutDown => "stopped",
+            RoomError::Ended { cause, .. } => match cause.kind {
+                CauseKind::Aborted => "aborted",
+                CauseKind::Lost => "lost",
+                CauseKind::Stalled => "stalled",
+                CauseKind::Corrupt => "corrupt",
+                CauseKind::Transport => "transport",
+                CauseKind::Protocol => "protocol",
+                CauseKind::Unknown => "unknown_room",
+                CauseKind::Unavailable => "unavailable",
+                CauseKind::Mismatch => "mismatch",
+                CauseKind::Incompatible => "incompatible",
+                _ => "other",
+            },
+            _ => "other",
+        };
+        let field = error.field().map(ToOwned::to_owned);
+        let problem = Self { cause_kind, field, ..Self::new(error.blame(), Stage::HandOff, error) };
         match error {
             // A retry under the same attempt.
             RoomError::Rejected { .. } => Self { status: Some(StatusCode::CONFLICT), ..problem },

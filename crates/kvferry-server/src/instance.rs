@@ -17,14 +17,18 @@ use axum::{
     serve::{Listener, ListenerExt},
 };
 use kvferry_engine::{Engine, EngineConfig, HandOff, Model, RoomLease};
-use kvferry_node::{Node, NodeConfig};
+use kvferry_node::{Node, NodeConfig, Observer};
 use kvferry_plan::{Blame, Bytes, Incarnation, InstanceId, RoomKey};
-use kvferry_registry::{Client, Member, Registration, Role, bind_loopback};
+use kvferry_registry::{Client, Member, Registration, Role, State, bind_loopback};
 use kvferry_transport::{Inject, TransportKind};
 use tokio::net::TcpListener;
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
 
-use crate::{NodeHandOff, Problem, ServerError, Stage, admin, decode, prefill};
+use crate::{
+    NodeHandOff, Problem, ServerError, Stage, TraceSink, admin, decode, prefill,
+    ready::{self, Watch},
+    telemetry::Telemetry,
+};
 
 /// Largest request body: a million token ids.
 const BODY: usize = 8 << 20;
@@ -56,6 +60,8 @@ pub struct InstanceConfig {
     pub inject: Option<Inject>,
     /// How long a request may wait for pages.
     pub queue: Duration,
+    /// Who collects the spans of its rooms.
+    pub traces: Option<Arc<dyn TraceSink>>,
 }
 
 impl InstanceConfig {
@@ -77,6 +83,8 @@ pub(crate) struct Shared {
     draining: AtomicBool,
     /// How long a request may wait for pages.
     queue: Duration,
+    pub(crate) telemetry: Arc<Telemetry>,
+    watch: Watch,
     /// Work that outlives its HTTP request.
     pub(crate) tasks: TaskTracker,
     /// Ends what is still under way when draining took too long.
@@ -103,6 +111,42 @@ impl Shared {
             self.queue.as_secs()
         );
         Problem::new(Blame::Environment, Stage::Admission, cause)
+    }
+
+    /// Whether work would be done now; if not, why.
+    pub(crate) fn ready(&self) -> Result<(), String> {
+        self.admit().map_err(|problem| problem.cause)?;
+        match self.registration.state() {
+            State::Registered => self.watch.check(),
+            State::Refused(reason) => Err(reason),
+            State::Trying => Err(format!(
+                "{} is not registered at {}, so nobody finds it; is `kvferry serve --role registry` running there?",
+                self.instance,
+                self.registry.url()
+            )),
+        }
+    }
+
+    /// Keeps asking the scheduler and the node whether they get to their work.
+    fn keep_watch(self: &Arc<Self>) {
+        let shared = Arc::downgrade(self);
+        self.watch.keep("the scheduler", move || {
+            let asked = shared.upgrade().map(|shared| ready::ask_engine(&shared.engine));
+            async move {
+                if let Some(asked) = asked {
+                    asked.await;
+                }
+            }
+        });
+        let shared = Arc::downgrade(self);
+        self.watch.keep("the hand-off node", move || {
+            let asked = shared.upgrade().map(|shared| ready::ask_node(&shared.node));
+            async move {
+                if let Some(asked) = asked {
+                    asked.await;
+                }
+            }
+        });
     }
 
     pub(crate) fn draining(&self) -> bool {
@@ -192,6 +236,13 @@ impl Instance {
             capacity: Some(engine.capacity().clone()),
         };
         let registration = registry.keep(member);
+        let role = match config.role {
+            Role::Decode => "decode",
+            _ => "prefill",
+        };
+        let (name, model) = (config.instance.clone(), engine.model().name().to_owned());
+        let telemetry = Arc::new(Telemetry::new(role, name, &model, config.traces));
+        node.observe(Arc::clone(&telemetry) as Arc<dyn Observer>);
         let shared = Arc::new(Shared {
             instance: config.instance,
             role: config.role,
@@ -203,9 +254,12 @@ impl Instance {
             registration,
             draining: AtomicBool::new(false),
             queue: config.queue,
+            telemetry,
+            watch: Watch::new(ready::PATIENCE),
             tasks: TaskTracker::new(),
             stop: CancellationToken::new(),
         });
+        shared.keep_watch();
         Ok(Self { shared, listener, http })
     }
 
@@ -277,6 +331,7 @@ fn routes(shared: Arc<Shared>) -> Router {
     let admin = Router::new()
         .route("/health", get(admin::health))
         .route("/ready", get(admin::ready))
+        .route("/metrics", get(admin::metrics))
         .route("/debug/ledger", get(admin::ledger))
         .route("/debug/kv/{room}", get(admin::kv).delete(admin::release));
     match shared.role {

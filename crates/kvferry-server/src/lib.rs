@@ -4,7 +4,8 @@
 //! | request | of | answer |
 //! |---|---|---|
 //! | `GET /health` | all | [`Health`] |
-//! | `GET /ready` | prefill, decode, router | 200 when it takes work; 503 with the reason |
+//! | `GET /ready` | all | 200 when work would be done now, else 503 and the reason |
+//! | `GET /metrics` | all | Prometheus text; `docs/metrics.md` describes it |
 //! | `GET /debug/ledger` | all | what the process holds: pages, rooms, links, sockets, descriptors, threads |
 //! | `GET /debug/kv/{room}?attempt=A&rank=R` | prefill, decode | [`KvDump`]: the prompt's cache on one rank, by coordinate |
 //! | `DELETE /debug/kv/{room}?attempt=A` | prefill, decode | 204; releases a room that was held for such reading |
@@ -28,13 +29,16 @@ mod dump;
 mod error;
 mod handoff;
 mod instance;
+mod metrics;
 mod mono;
 mod openai;
 mod pair;
 mod prefill;
 mod process;
+mod ready;
 mod registry;
 mod router;
+mod telemetry;
 
 pub use admin::Health;
 pub use api::{
@@ -46,7 +50,9 @@ pub use dump::{DumpError, DumpPart, KvDump};
 pub use error::ServerError;
 pub use handoff::NodeHandOff;
 pub use instance::{Instance, InstanceConfig};
+pub use metrics::metrics_page;
 pub use mono::{Mono, MonoConfig};
 pub use pair::{InstancePair, Leg, PairAnswer, PairDone, PairEvent};
 pub use registry::serve_registry;
 pub use router::{Router, RouterConfig};
+pub use telemetry::{Span, SpanValue, TraceContext, TraceSink};

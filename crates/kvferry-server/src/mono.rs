@@ -11,30 +11,25 @@ use std::{
     time::Duration,
 };
 
-use axum::{
-    Json, Router,
-    extract::State,
-    http::StatusCode,
-    response::{IntoResponse, Response},
-    routing::get,
-};
+use axum::{Json, Router, extract::State, response::Response, routing::get};
 use futures_util::{StreamExt, stream};
 use kvferry_engine::{
     Engine, EngineConfig, EngineStats, Event, Events, Model, NoHandOff, Request, StopReason, Voice,
 };
-use kvferry_plan::{Blame, InstanceId};
+use kvferry_plan::{Attempt, Blame, InstanceId, RoomKey};
 use kvferry_registry::bind_loopback;
 use serde::Serialize;
-use serde_json::json;
 use tokio::net::TcpListener;
 use tokio_util::sync::CancellationToken;
 
 use crate::{
-    Chosen, Problem, ServerError, Stage,
+    Chosen, Problem, ServerError, Stage, TraceContext, TraceSink,
     backend::{Answer, Backend, Finish, Job, Piece},
     instance::prompt,
     openai::Api,
     process::ProcessCounts,
+    ready::{self, Ready, Watch},
+    telemetry::{RoomTelemetry, Telemetry, Totals},
 };
 
 /// How long a process that was told to end waits for the requests that it has.
@@ -51,6 +46,8 @@ pub struct MonoConfig {
     pub listen: SocketAddr,
     /// Layout and capacity.
     pub engine: EngineConfig,
+    /// Who collects the spans of its requests.
+    pub traces: Option<Arc<dyn TraceSink>>,
 }
 
 /// One engine as a backend.
@@ -58,6 +55,8 @@ struct Alone {
     instance: InstanceId,
     engine: Engine,
     draining: AtomicBool,
+    telemetry: Arc<Telemetry>,
+    watch: Watch,
 }
 
 /// A process that serves a model alone.
@@ -86,8 +85,24 @@ impl Mono {
         if let Some(name) = config.model_name {
             voice.name = name;
         }
+        let (name, model_name) = (config.instance.clone(), model.name().to_owned());
         let engine = Engine::start(model, &config.engine, Arc::new(NoHandOff))?;
-        let alone = Arc::new(Alone { instance: config.instance, engine, draining: AtomicBool::new(false) });
+        let alone = Arc::new(Alone {
+            instance: config.instance,
+            engine,
+            draining: AtomicBool::new(false),
+            telemetry: Arc::new(Telemetry::new("mono", name, &model_name, config.traces)),
+            watch: Watch::new(ready::PATIENCE),
+        });
+        let asked = Arc::downgrade(&alone);
+        alone.watch.keep("the scheduler", move || {
+            let asked = asked.upgrade().map(|alone| ready::ask_engine(&alone.engine));
+            async move {
+                if let Some(asked) = asked {
+                    asked.await;
+                }
+            }
+        });
         let api = Api::new(voice, Arc::clone(&alone) as Arc<dyn Backend>);
         Ok(Self { alone, api, listener, http })
     }
@@ -107,6 +122,7 @@ impl Mono {
         let admin = Router::new()
             .route("/health", get(health))
             .route("/ready", get(ready))
+            .route("/metrics", get(metrics))
             .route("/debug/ledger", get(ledger))
             .with_state(Arc::new(admin));
         let (closing, app) = (drain.clone(), self.api.app(admin));
@@ -141,14 +157,19 @@ impl Backend for Alone {
                 top_logprobs: job.top_logprobs,
                 hold: None,
             };
-            let failed = |error| Problem::engine(Stage::Admission, &error);
-            let mut events = self.engine.generate(request).map_err(failed)?;
-            let first = next(&mut events).await?;
-            let rest = stream::unfold(Some(events), |events| async move {
-                let mut events = events?;
-                let piece = next(&mut events).await;
+            let key = RoomKey { room: TraceContext::draw_room(), attempt: Attempt(0) };
+            let seen = self.telemetry.begin(key, job.prompt.len(), None);
+            let mut events = self.engine.generate(request).map_err(|error| {
+                let problem = Problem::engine(Stage::Admission, &error);
+                seen.failed(&problem, false);
+                problem
+            })?;
+            let first = next(&mut events, &seen).await?;
+            let rest = stream::unfold(Some((events, seen)), |under_way| async move {
+                let (mut events, seen) = under_way?;
+                let piece = next(&mut events, &seen).await;
                 let more = matches!(piece, Ok(Piece::Token(_)));
-                Some((piece, more.then_some(events)))
+                Some((piece, more.then_some((events, seen))))
             });
             Ok(stream::once(std::future::ready(Ok(first))).chain(rest).boxed())
         })
@@ -169,7 +190,19 @@ impl Backend for Alone {
     }
 }
 
-async fn next(events: &mut Events) -> Result<Piece, Problem> {
+async fn next(events: &mut Events, seen: &RoomTelemetry) -> Result<Piece, Problem> {
+    let piece = read(events).await;
+    match &piece {
+        Ok(Piece::Token(_)) => seen.token(),
+        Ok(Piece::Finish(finish)) => {
+            seen.completed(Totals { cached: finish.cached_tokens, exposed: None });
+        }
+        Err(problem) => seen.failed(problem, false),
+    }
+    piece
+}
+
+async fn read(events: &mut Events) -> Result<Piece, Problem> {
     loop {
         return match events.next().await {
             Some(Event::Token { id, logprob, top }) => Ok(Piece::Token(Chosen { id, logprob, top })),
@@ -196,10 +229,31 @@ struct Health {
     model: String,
     ranks: u32,
     longest_prompt: u64,
+    ready: bool,
+    reason: Option<String>,
+}
+
+impl Alone {
+    /// Whether work would be done now; if not, why.
+    fn state(&self) -> Result<(), String> {
+        self.ready().map_err(|problem| problem.cause)?;
+        self.watch.check()
+    }
+}
+
+async fn ready(State(admin): State<Arc<Admin>>) -> Ready {
+    admin.alone.state().into()
+}
+
+async fn metrics(State(admin): State<Arc<Admin>>) -> Response {
+    let metrics = admin.alone.telemetry.metrics();
+    metrics.refresh(admin.alone.state().is_ok(), &admin.alone.engine.stats(), None);
+    metrics.catalogue().answer()
 }
 
 async fn health(State(admin): State<Arc<Admin>>) -> Json<Health> {
     let engine = &admin.alone.engine;
+    let state = admin.alone.state();
     Json(Health {
         status: if admin.alone.draining.load(Ordering::Relaxed) { "draining" } else { "ok" },
         role: "mono",
@@ -207,18 +261,9 @@ async fn health(State(admin): State<Arc<Admin>>) -> Json<Health> {
         model: engine.model().name().to_owned(),
         ranks: engine.placement().ranks(),
         longest_prompt: engine.longest_prompt(),
+        ready: state.is_ok(),
+        reason: state.err(),
     })
-}
-
-/// 200 while it takes work; else 503 with the reason.
-async fn ready(State(admin): State<Arc<Admin>>) -> Response {
-    match admin.alone.ready() {
-        Ok(()) => Json(json!({ "ready": true })).into_response(),
-        Err(problem) => {
-            let body = json!({ "ready": false, "reason": problem.cause });
-            (StatusCode::SERVICE_UNAVAILABLE, Json(body)).into_response()
-        }
-    }
 }
 
 #[derive(Serialize)]

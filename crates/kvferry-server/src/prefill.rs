@@ -5,6 +5,7 @@ use std::{sync::Arc, time::Instant};
 use axum::{
     Json,
     extract::{State, rejection::JsonRejection},
+    http::HeaderMap,
 };
 use kvferry_engine::{Answer, EngineError, Request, RoomLease};
 use kvferry_node::SourceRoom;
@@ -12,17 +13,30 @@ use kvferry_plan::{Blame, RoomKey, TokenRange};
 use kvferry_session::Prompt;
 use tokio::sync::oneshot;
 
-use crate::{PrefillReply, PrefillRequest, Problem, Stage, instance::Shared};
+use tracing::Instrument;
+
+use crate::{
+    PrefillReply, PrefillRequest, Problem, Stage, TraceContext,
+    instance::Shared,
+    telemetry::{Phase, RoomTelemetry, Totals},
+};
 
 pub(crate) async fn handle(
     State(shared): State<Arc<Shared>>,
+    headers: HeaderMap,
     body: Result<Json<PrefillRequest>, JsonRejection>,
 ) -> Result<Json<PrefillReply>, Problem> {
     let Json(asked) = body?;
     shared.admit()?;
     let (key, prompt_tokens) = (asked.key, asked.prompt.len() as u64);
+    let seen = shared.telemetry.begin(key, asked.prompt.len(), TraceContext::from_headers(&headers));
+    let refused = |seen: &RoomTelemetry, error| {
+        let problem = Problem::engine(Stage::Admission, &error);
+        seen.failed(&problem, false);
+        problem
+    };
     if !shared.handoff.expect(key) {
-        return Err(Problem::engine(Stage::Admission, &EngineError::RoomInUse(key)));
+        return Err(refused(&seen, EngineError::RoomInUse(key)));
     }
     let prompt = Prompt::of(&asked.prompt);
     let request = Request {
@@ -34,13 +48,15 @@ pub(crate) async fn handle(
         Ok(granted) => granted,
         Err(error) => {
             shared.handoff.forget(key);
-            return Err(Problem::engine(Stage::Admission, &error));
+            return Err(refused(&seen, error));
         }
     };
     let (reply, answer) = oneshot::channel();
     // The room outlives a client that goes away: its pages may be read until the other side has let go.
-    let room = Room { shared: Arc::clone(&shared), key, prompt_tokens, prompt, started: Instant::now() };
-    shared.tasks.spawn(room.run(granted, reply));
+    let room =
+        Room { shared: Arc::clone(&shared), key, prompt_tokens, prompt, started: Instant::now(), seen };
+    let span = room.seen.log_span();
+    shared.tasks.spawn(room.run(granted, reply).instrument(span));
     answer
         .await
         .unwrap_or_else(|_| {
@@ -55,6 +71,7 @@ struct Room {
     prompt_tokens: u64,
     prompt: Prompt,
     started: Instant,
+    seen: RoomTelemetry,
 }
 
 impl Room {
@@ -64,8 +81,11 @@ impl Room {
         mut reply: oneshot::Sender<Result<PrefillReply, Problem>>,
     ) {
         let result = self.hand_over(granted, &mut reply).await;
-        if let Err(problem) = &result {
-            tracing::warn!(key = %self.key, %problem, "prefill room failed");
+        match &result {
+            Ok(done) => self
+                .seen
+                .completed(Totals { cached: done.prompt_tokens_cached, exposed: Some(done.exposed_seconds) }),
+            Err(problem) => self.seen.failed(problem, reply.is_closed()),
         }
         // A client that has gone away does not read it.
         let _ = reply.send(result);
@@ -93,6 +113,9 @@ impl Room {
                 return Err(problem);
             }
         };
+        self.seen.admitted();
+        self.seen.enter(Phase::Compute);
+        self.seen.enter(Phase::Pair);
         let handle = Arc::new(node.send(SourceRoom {
             key,
             table: lease.table().clone(),

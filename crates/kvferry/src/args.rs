@@ -9,7 +9,9 @@ use kvferry_registry::check_instance;
 use kvferry_server::InstanceConfig;
 use kvferry_transport::{Inject, TransportKind};
 
-use crate::{bench::BenchCommand, failure::Failure, model::ModelRef, plan::PlanArgs, settings};
+use crate::{
+    bench::BenchCommand, doctor::DoctorArgs, failure::Failure, model::ModelRef, plan::PlanArgs, settings,
+};
 
 /// Moves the KV cache of language models between instances with different parallel layouts: exactly, quickly, safely
 #[derive(Debug, Parser)]
@@ -31,6 +33,11 @@ pub(crate) enum Command {
     /// Measure parts of the system on this machine
     #[command(subcommand)]
     Bench(BenchCommand),
+    /// Say what this machine can do, and what is missing with the command that gets it
+    ///
+    /// Looks at cores, memory, shared memory, sockets, limits, Python, models and libraries. Changes nothing. Exit status: 0
+    /// when everything is there that `demo` and `up` need, 1 when something is missing.
+    Doctor(DoctorArgs),
     /// Fetch models and say where they are
     #[command(subcommand)]
     Model(ModelCommand),
@@ -41,8 +48,9 @@ pub(crate) enum Command {
     Plan(Box<PlanArgs>),
     /// Run one process: a registry, a prefill or decode instance, a router, or a whole model behind an API
     ///
-    /// Prints one line of JSON when it is ready, with the URL of its HTTP port (/health, /debug/ledger). Drains and
-    /// exits on SIGTERM or SIGINT. KVFERRY_LOG sets what is logged, for example to `info` or `kvferry_node=debug`.
+    /// Prints one line of JSON when it is ready, with the URL of its HTTP port (/health, /ready, /metrics, /debug/ledger). Drains and
+    /// exits on SIGTERM or SIGINT. KVFERRY_LOG sets what is logged, for example to `kvferry::room=info` (a line for each
+    /// request) or `kvferry_node=debug`; KVFERRY_LOG_FORMAT=json makes the lines JSON objects.
     Serve(Box<ServeArgs>),
     /// Run a cluster on this machine behind an OpenAI-compatible API
     ///

@@ -6,12 +6,14 @@ mod args;
 mod bench;
 mod child;
 mod demo;
+mod doctor;
 mod failure;
 mod model;
 mod plan;
 mod serve;
 mod settings;
 mod terminal;
+mod traces;
 mod up;
 
 use std::{process::ExitCode, time::Duration};
@@ -31,8 +33,7 @@ fn main() -> ExitCode {
             return failure.exit_code();
         }
     };
-    let filter = EnvFilter::try_from_env("KVFERRY_LOG").unwrap_or_else(|_| EnvFilter::new("warn"));
-    tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).init();
+    log();
     // The TLS library asks for its cryptography before the first connection; nobody else has chosen one.
     let _ = rustls::crypto::ring::default_provider().install_default();
     match run(command).and_then(|code| terminal::written().map(|()| code)) {
@@ -41,6 +42,17 @@ fn main() -> ExitCode {
             terminal::complain(&failure);
             failure.exit_code()
         }
+    }
+}
+
+/// Logs to stderr: what KVFERRY_LOG asks for, as text, or as JSON lines if KVFERRY_LOG_FORMAT says so.
+fn log() {
+    let filter = EnvFilter::try_from_env("KVFERRY_LOG").unwrap_or_else(|_| EnvFilter::new("warn"));
+    let log = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr);
+    if std::env::var_os("KVFERRY_LOG_FORMAT").is_some_and(|format| format == "json") {
+        log.json().flatten_event(true).init();
+    } else {
+        log.init();
     }
 }
 
@@ -55,6 +67,7 @@ fn run(command: Command) -> Result<ExitCode, Failure> {
     let result = match command {
         Command::Bench(command) => bench::run(&command),
         Command::Demo(args) => runtime.block_on(demo::run(*args)),
+        Command::Doctor(args) => runtime.block_on(doctor::run(args)),
         Command::Plan(args) => plan::run(&args),
         Command::Serve(args) => runtime.block_on(serve::run(*args)).map(|()| ExitCode::SUCCESS),
         Command::Up(args) => runtime.block_on(up::run(*args)).map(|()| ExitCode::SUCCESS),

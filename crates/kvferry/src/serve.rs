@@ -17,6 +17,7 @@ use crate::{
     failure::Failure,
     model::{self, Progress},
     terminal,
+    traces::Traces,
 };
 
 /// Pool of an instance that was not told how large it should be.
@@ -48,16 +49,20 @@ pub(crate) async fn run(args: ServeArgs) -> Result<(), Failure> {
     let options = LoadOptions { attention: args.engine.attention.into(), arith: args.engine.arith.into() };
     let model = blocking(move || Ok(Model::from_checkpoint(&located.open()?, options)?)).await?;
     let engine = args.engine.config(&args.layout, POOL_TOKENS);
+    let traces = Traces::from_env(&instance);
     let Some(role) = role else {
         let config = MonoConfig {
             instance: InstanceId(instance.clone()),
             model_name: args.model_name.or_else(|| args.model.served_name()),
             listen: args.listen,
             engine,
+            traces: traces.sink(),
         };
         let running = Mono::start(model, config).await?;
         ready(&running.url(), &instance, args.role);
-        return Ok(running.serve(drain).await?);
+        let served = running.serve(drain).await;
+        traces.finish().await;
+        return Ok(served?);
     };
     let config = InstanceConfig {
         instance: InstanceId(instance.clone()),
@@ -70,10 +75,13 @@ pub(crate) async fn run(args: ServeArgs) -> Result<(), Failure> {
         digest: !args.engine.no_digest,
         inject: args.engine.inject.map(Into::into),
         queue: Duration::from_secs(args.max_wait),
+        traces: traces.sink(),
     };
     let running = Instance::start(model, config).await?;
     ready(&running.url(), &instance, args.role);
-    Ok(running.serve(drain).await?)
+    let served = running.serve(drain).await;
+    traces.finish().await;
+    Ok(served?)
 }
 
 /// Runs a router, which reads of its model only what turns texts into tokens.
@@ -83,15 +91,19 @@ async fn route(args: ServeArgs, instance: String, drain: CancellationToken) -> R
     if let Some(name) = args.model_name.or_else(|| args.model.served_name()) {
         voice.name = name;
     }
+    let traces = Traces::from_env(&instance);
     let config = RouterConfig {
         instance: InstanceId(instance.clone()),
         voice,
         listen: args.listen,
         registry: args.registry.unwrap_or_default(),
+        traces: traces.sink(),
     };
     let running = Router::start(config).await?;
     ready(&running.url(), &instance, args.role);
-    Ok(running.serve(drain).await?)
+    let served = running.serve(drain).await;
+    traces.finish().await;
+    Ok(served?)
 }
 
 /// Runs what computes for long off the threads that answer.

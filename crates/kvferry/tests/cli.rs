@@ -5,6 +5,7 @@
 mod common;
 
 use common::{command, finish, ids_file, kvferry};
+use serde_json::Value;
 
 /// Exit status and everything said.
 fn said(args: &[&str]) -> String {
@@ -15,6 +16,7 @@ fn said(args: &[&str]) -> String {
 #[test]
 fn help() {
     insta::assert_snapshot!("help", said(&["--help"]));
+    insta::assert_snapshot!("help_doctor", said(&["doctor", "--help"]));
     insta::assert_snapshot!("help_demo", said(&["demo", "--help"]));
     insta::assert_snapshot!("help_serve", said(&["serve", "--help"]));
     insta::assert_snapshot!("help_up", said(&["up", "--help"]));
@@ -177,4 +179,64 @@ fn a_hub_file_is_fetched_once() {
     let asked = server.join().unwrap();
     assert!(asked[0].starts_with("GET /owner/repo/resolve/main/sub/model.gguf "), "{}", asked[0]);
     assert!(asked[0].to_lowercase().contains("authorization: bearer secret"), "{}", asked[0]);
+}
+
+/// What the doctor looks at, in its order; what it finds is the machine's.
+#[test]
+fn the_doctor_says_what_is_missing_and_how_to_get_it() {
+    let empty = tempfile::tempdir().unwrap();
+    let ask = |path: &str| {
+        let run = command(&["doctor", "--offline", "--json"])
+            .env("XDG_CACHE_HOME", empty.path())
+            .env("PATH", path)
+            .output()
+            .unwrap();
+        let run = finish(run);
+        let report = run.json();
+        let missing = |finding: &Value| finding["state"] == "missing";
+        let findings = report["findings"].as_array().unwrap().clone();
+        assert_eq!(report["ready"], !findings.iter().any(missing), "{report:#}");
+        assert_eq!(run.code, Some(i32::from(report["ready"] == false)), "{report:#}");
+        for finding in &findings {
+            let state = finding["state"].as_str().unwrap();
+            assert!(["ok", "info", "missing"].contains(&state), "{finding}");
+            assert!(!finding["says"].as_str().unwrap().is_empty(), "{finding}");
+            // Whatever is missing has a way to get it.
+            assert!(state != "missing" || finding["remedy"].is_string(), "{finding}");
+        }
+        findings
+    };
+    let looked = ask(&std::env::var("PATH").unwrap());
+    let names: Vec<_> = looked.iter().map(|finding| finding["what"].as_str().unwrap()).collect();
+    assert_eq!(
+        names,
+        [
+            "cores",
+            "memory",
+            "instruction set",
+            "shared memory",
+            "locked memory",
+            "huge pages",
+            "loopback",
+            "open files",
+            "TCP congestion control",
+            "Python with pip",
+            "package index",
+            "default model",
+            "other cached models",
+            "NIXL",
+            "Mooncake",
+            "llama.cpp",
+            "OpenAI client",
+        ]
+    );
+    // Without Python there is no way to the model, which is not in this cache.
+    let without = ask("/nowhere");
+    let state = |findings: &[Value], what: &str| {
+        findings.iter().find(|f| f["what"] == what).unwrap()["state"].as_str().unwrap().to_owned()
+    };
+    assert_eq!(state(&without, "Python with pip"), "missing");
+    assert_eq!(state(&without, "default model"), "missing");
+    assert_eq!(state(&without, "loopback"), "ok");
+    assert_eq!(state(&without, "shared memory"), "ok");
 }

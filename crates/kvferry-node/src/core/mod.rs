@@ -5,23 +5,23 @@ mod target;
 
 use std::{
     collections::{BTreeMap, HashMap, hash_map::Entry},
-    sync::{Arc, Mutex, MutexGuard, PoisonError, atomic::AtomicU64},
-    time::Instant,
+    sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, atomic::AtomicU64},
+    time::{Duration, Instant},
 };
 
 use kvferry_arena::Arena;
-use kvferry_plan::{RankId, RoomKey, TokenRange};
+use kvferry_plan::{Bytes, RankId, RoomKey, TokenRange};
 use kvferry_session::{
     Abort, Cause, CauseKind, Closed, Deadlines, FirstToken, Goodbye, Hello, Leg, Message, Mover, Open, Peer,
     Side, Time, Tombstones, WireError,
 };
 use kvferry_transport::{Landed, Transport, TransportKind};
-use tokio::sync::mpsc;
+use tokio::sync::{mpsc, oneshot};
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
 
 use self::{source::SourceEntry, target::TargetEntry};
 use crate::{
-    Ledger, PeerAddr, Receipt, Receive, SourceReceipt, SourceRoom,
+    Ledger, Moment, Observer, PeerAddr, Receipt, Receive, SourceReceipt, SourceRoom,
     config::Limits,
     connection::{ConnId, Gone, LastWords, News, Outbox, Remote},
     lane::Lane,
@@ -44,6 +44,8 @@ pub(crate) struct Shared {
     /// To the core, from peers: bounded, so that a peer waits for the core and not the core for memory.
     pub(crate) inbox: mpsc::Sender<Remote>,
     pub(crate) ledger: Mutex<Ledger>,
+    /// Whoever watches.
+    pub(crate) observer: OnceLock<Arc<dyn Observer>>,
     /// Numbers connections.
     pub(crate) connection: AtomicU64,
     /// Ends accepting.
@@ -83,6 +85,23 @@ impl Shared {
     /// Counts a connection whose other end broke the protocol.
     pub(crate) fn count_broken(&self, how: &str) {
         *self.ledger().broken.entry(how.to_owned()).or_default() += 1;
+    }
+
+    fn saw(&self, side: Side, key: RoomKey, moment: Moment) {
+        if let Some(observer) = self.observer.get() {
+            observer.saw(side, key, moment);
+        }
+    }
+
+    /// A piece of work is done, on one side.
+    fn moved(&self, side: Side, key: RoomKey, source: RankId, legs: &[Leg], took: Duration) {
+        if let Some(first) = legs.first() {
+            let (bytes, copies) = legs.iter().fold((0_u64, 0_u64), |(bytes, copies), leg| {
+                (bytes.saturating_add(leg.bytes().0), copies.saturating_add(leg.copies))
+            });
+            let moved = Moment::Moved { source, tokens: first.tokens, bytes: Bytes(bytes), copies, took };
+            self.saw(side, key, moved);
+        }
     }
 
     fn ledger(&self) -> MutexGuard<'_, Ledger> {
@@ -148,11 +167,14 @@ pub(crate) enum Event {
         source: RankId,
         tokens: TokenRange,
         result: Result<Vec<Leg>, Cause>,
+        took: Duration,
     },
     Fenced {
         key: RoomKey,
         serial: u64,
     },
+    /// Answered when it is read.
+    Ping(oneshot::Sender<()>),
     Shutdown,
 }
 
@@ -260,6 +282,7 @@ impl Core {
             Event::Withhold { key, cause } => self.withhold(key, &cause),
             Event::Chunk { key, serial, tokens } => self.chunk(key, serial, tokens),
             Event::Finish { key, serial, first, at } => {
+                self.shared.saw(Side::Source, key, Moment::Computed);
                 self.source(key, Some(serial), |e, _| e.each(|room| room.finish(first, at)));
             }
             Event::Abort { side: Side::Source, key, serial, cause } => {
@@ -269,21 +292,34 @@ impl Core {
                 self.target(key, Some(serial), |e, now| e.abort(cause, now));
             }
             Event::Granted { key, serial, result } => {
+                if result.is_ok() {
+                    self.shared.saw(Side::Target, key, Moment::Granted);
+                }
                 self.target(key, Some(serial), |e, now| e.drive(|room| room.granted(result, now)));
             }
             Event::Landed { serial, landed } => self.landed(serial, landed),
-            Event::Executed { side: Side::Source, key, serial, conn, source, tokens, result } => {
+            Event::Executed { side: Side::Source, key, serial, conn, source, tokens, result, took } => {
+                if let Ok(legs) = &result {
+                    self.shared.moved(Side::Source, key, source, legs, took);
+                }
                 self.source(key, Some(serial), |e, now| {
                     e.reader(conn, |room| room.executed(source, tokens, result, now));
                 });
             }
-            Event::Executed { side: Side::Target, key, serial, source, tokens, result, .. } => {
+            Event::Executed { side: Side::Target, key, serial, source, tokens, result, took, .. } => {
+                if let Ok(legs) = &result {
+                    self.shared.moved(Side::Target, key, source, legs, took);
+                }
                 self.target(key, Some(serial), |e, now| {
                     e.drive(|room| room.executed(source, tokens, result, now));
                 });
             }
             Event::Fenced { key, serial } => {
                 self.target(key, Some(serial), |e, _| e.fenced());
+            }
+            Event::Ping(reply) => {
+                // Whoever asked may have given up.
+                reply.send(()).ok();
             }
             Event::Shutdown => self.drain(),
         }
@@ -353,6 +389,11 @@ impl Core {
             }
             (Side::Target, message) => {
                 if self.targets.get(&head.key).is_some_and(|e| e.from(id)) {
+                    match message {
+                        Message::Offer(_) => self.shared.saw(Side::Target, head.key, Moment::Offered),
+                        Message::Final(_) => self.shared.saw(Side::Target, head.key, Moment::Declared),
+                        _ => {}
+                    }
                     self.target(head.key, None, |e, now| e.drive(|room| room.message(&message, now)));
                 } else {
                     self.answer(id, &message, Side::Target);

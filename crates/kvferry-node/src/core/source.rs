@@ -1,6 +1,9 @@
 //! Rooms that this node sends.
 
-use std::{sync::Arc, time::Duration};
+use std::{
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
 use kvferry_plan::{Bytes, PageTable, RoomKey, TokenRange};
 use kvferry_session::{
@@ -11,7 +14,7 @@ use kvferry_transport::TransportKind;
 
 use super::{Core, Timer, Waiting};
 use crate::{
-    RoomError, SourceReceipt, SourceRoom,
+    Moment, RoomError, SourceReceipt, SourceRoom,
     connection::ConnId,
     lane::{Half, Task},
     room::Slot,
@@ -202,7 +205,9 @@ impl Core {
             let text = format!("asks for the transport `{}`, which is not one of both", open.transport);
             return self.close_waiting(id, &open, Cause::new(CauseKind::Protocol, Side::Target, text));
         };
+        let paired = Moment::Paired { peer: peer.instance.clone() };
         let opened = Opened { conn: id, peer: peer.clone(), kind: started.kind, mover: started.mover() };
+        self.shared.saw(Side::Source, key, paired);
         self.source(key, None, |e, now| e.join(&open, opened, now));
     }
 
@@ -345,6 +350,7 @@ impl Core {
                     tokens,
                     targets: peer.ranks.clone().into(),
                     digest: peer.digest,
+                    since: Instant::now(),
                     half: match mover {
                         Mover::Source => Half::Push,
                         Mover::Target => Half::Digest,

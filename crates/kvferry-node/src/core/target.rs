@@ -1,6 +1,6 @@
 //! Rooms that this node receives.
 
-use std::sync::Arc;
+use std::{sync::Arc, time::Instant};
 
 use kvferry_plan::{Generation, Incarnation, Mismatch, PageTable, RankId, RoomKey};
 use kvferry_session::{
@@ -11,7 +11,7 @@ use kvferry_transport::{Grant, Landed, Refusal, TransportError, TransportKind};
 
 use super::{Conn, Core, Event, Started, Timer};
 use crate::{
-    PeerAddr, Receipt, Receive, RoomError,
+    Moment, PeerAddr, Receipt, Receive, RoomError,
     connection::{ConnId, Connection, Gone},
     lane::{Half, Task},
     room::Slot,
@@ -189,6 +189,7 @@ impl Core {
                         digest: first.digest,
                         prompt: entry.asked.prompt,
                     };
+                    self.shared.saw(Side::Target, key, Moment::Paired { peer: first.instance.clone() });
                     Stage::Open(Box::new(Target::new(room, limits, now)), started.kind)
                 }
             }
@@ -216,6 +217,7 @@ impl Core {
 
     pub(super) fn landed(&mut self, serial: u64, landed: Landed) {
         let Landed { key, source, tokens, outcome, .. } = landed;
+        let took = outcome.as_ref().map(|report| report.took).unwrap_or_default();
         let result = outcome.map(|report| work::reported(report, tokens)).map_err(|error| {
             // The source sent what does not fit, unless it is our own memory.
             let at = match error {
@@ -225,6 +227,9 @@ impl Core {
             let text = format!("tokens {tokens} from source rank {source}: {error}");
             Cause { at, ..Cause::new(work::cause(&error, Side::Target).kind, at, text) }
         });
+        if let Ok(leg) = &result {
+            self.shared.moved(Side::Target, key, source, std::slice::from_ref(leg), took);
+        }
         self.target(key, Some(serial), |e, now| e.drive(|room| room.landed(source, result, now)));
     }
 
@@ -363,6 +368,7 @@ impl Core {
                         tokens,
                         targets: asked.targets.into(),
                         digest: asked.digest,
+                        since: Instant::now(),
                         half: Half::Pull(piece.pages),
                     });
                 } else {

@@ -5,16 +5,16 @@ use std::{collections::BTreeMap, sync::Arc};
 use axum::{
     Json,
     extract::State,
-    http::StatusCode,
     response::{IntoResponse, Response},
 };
+use kvferry_engine::EngineStats;
 use kvferry_plan::InstanceId;
 use kvferry_registry::Role;
 use serde::Serialize;
 use serde_json::json;
 
 use super::{backend::Pairs, seat::Load};
-use crate::{backend::Backend, openai::Api, process::ProcessCounts};
+use crate::{backend::Backend, openai::Api, process::ProcessCounts, ready::Ready};
 
 pub(super) struct Admin {
     pub(super) instance: InstanceId,
@@ -25,18 +25,22 @@ pub(super) struct Admin {
 pub(super) async fn health(State(admin): State<Arc<Admin>>) -> Response {
     let draining = admin.pairs.draining.load(std::sync::atomic::Ordering::Relaxed);
     let status = if draining { "draining" } else { "ok" };
-    Json(json!({ "status": status, "role": "router", "instance": admin.instance })).into_response()
+    let state = admin.pairs.ready().map_err(|problem| problem.to_string());
+    Json(json!({
+        "status": status, "role": "router", "instance": admin.instance, "ready": state.is_ok(), "reason": state.err()
+    }))
+    .into_response()
 }
 
 /// 200 once a pair of instances can serve; before that 503 with the reason.
 pub(super) async fn ready(State(admin): State<Arc<Admin>>) -> Response {
-    match admin.pairs.ready() {
-        Ok(()) => Json(json!({ "ready": true })).into_response(),
-        Err(problem) => {
-            let body = json!({ "ready": false, "reason": problem.to_string(), "blame": problem.blame });
-            (StatusCode::SERVICE_UNAVAILABLE, Json(body)).into_response()
-        }
-    }
+    Ready::from(admin.pairs.ready().map_err(|problem| problem.to_string())).into_response()
+}
+
+pub(super) async fn metrics(State(admin): State<Arc<Admin>>) -> Response {
+    let metrics = admin.pairs.telemetry.metrics();
+    metrics.refresh(admin.pairs.ready().is_ok(), &EngineStats::default(), None);
+    metrics.catalogue().answer()
 }
 
 #[derive(Serialize)]

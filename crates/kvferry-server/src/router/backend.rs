@@ -21,6 +21,7 @@ use crate::{
     DecodeRequest, InstancePair, PairAnswer, PairEvent, Problem, Stage,
     api::Reach,
     backend::{Answer, Backend, Finish, Job, Piece},
+    telemetry::{RoomTelemetry, Telemetry, Totals},
 };
 
 /// Pairs that are tried for one request, if nothing was begun at those before.
@@ -37,6 +38,7 @@ pub(super) struct Pairs {
     choosing: Mutex<()>,
     /// Rooms under way.
     rooms: Arc<AtomicUsize>,
+    pub(super) telemetry: Arc<Telemetry>,
 }
 
 /// A room that is counted.
@@ -64,11 +66,18 @@ struct Running {
     prefill: Option<Booking>,
     _decode: Booking,
     _counted: Counted,
+    seen: RoomTelemetry,
 }
 
 impl Pairs {
-    pub(super) fn new(view: View) -> Self {
-        Self { view, draining: AtomicBool::new(false), choosing: Mutex::default(), rooms: Arc::default() }
+    pub(super) fn new(view: View, telemetry: Arc<Telemetry>) -> Self {
+        Self {
+            view,
+            draining: AtomicBool::new(false),
+            choosing: Mutex::default(),
+            rooms: Arc::default(),
+            telemetry,
+        }
     }
 
     pub(super) fn rooms(&self) -> usize {
@@ -108,7 +117,12 @@ impl Pairs {
 
     /// Drives a room to its first token, so that a failure can still be a status.
     async fn first(&self, chosen: Chosen, job: &Job, key: RoomKey) -> Result<Answer, Problem> {
-        let Chosen { pair, seats, max_tokens, prefill, decode } = chosen;
+        let Chosen { mut pair, seats, max_tokens, prefill, decode } = chosen;
+        let seen = self.telemetry.begin(key, job.prompt.len(), None);
+        seen.peer(&pair.decode.instance);
+        for leg in [&mut pair.prefill, &mut pair.decode] {
+            leg.client = leg.client.traced(seen.context());
+        }
         self.rooms.fetch_add(1, Ordering::Relaxed);
         let counted = Counted(Arc::clone(&self.rooms));
         let request = DecodeRequest {
@@ -121,8 +135,9 @@ impl Pairs {
             ignore_eos: job.ignore_eos,
             hold: false,
         };
-        let answer = pair.open(request).await?;
-        let mut running = Running { answer, prefill: Some(prefill), _decode: decode, _counted: counted };
+        let answer = pair.open(request).await.inspect_err(|problem| seen.failed(problem, false))?;
+        let mut running =
+            Running { answer, prefill: Some(prefill), _decode: decode, _counted: counted, seen };
         let first = running.next().await?;
         let rest = stream::unfold(Some((running, seats)), |running| async move {
             let (mut running, seats) = running?;
@@ -237,6 +252,18 @@ fn nothing_begun(problem: &Problem) -> bool {
 
 impl Running {
     async fn next(&mut self) -> Result<Piece, Problem> {
+        let piece = self.read().await;
+        match &piece {
+            Ok(Piece::Token(_)) => self.seen.token(),
+            Ok(Piece::Finish(finish)) => {
+                self.seen.completed(Totals { cached: finish.cached_tokens, exposed: None });
+            }
+            Err(problem) => self.seen.failed(problem, false),
+        }
+        piece
+    }
+
+    async fn read(&mut self) -> Result<Piece, Problem> {
         match self.answer.next().await? {
             Some(PairEvent::Token(token)) => {
                 self.prefill = None;

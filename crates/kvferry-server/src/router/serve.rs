@@ -18,7 +18,7 @@ use super::{
     backend::Pairs,
     view::View,
 };
-use crate::{ServerError, backend::Backend, instance::prompt, openai::Api};
+use crate::{ServerError, TraceSink, backend::Backend, instance::prompt, openai::Api, telemetry::Telemetry};
 
 /// How long a router that was told to end waits for the answers that it gives.
 const DRAIN: Duration = Duration::from_secs(10);
@@ -34,6 +34,8 @@ pub struct RouterConfig {
     pub listen: SocketAddr,
     /// URL of the registry, which may start later.
     pub registry: String,
+    /// Who collects the spans of its requests.
+    pub traces: Option<Arc<dyn TraceSink>>,
 }
 
 /// A router.
@@ -58,7 +60,10 @@ impl Router {
         let registry = Client::new(&config.registry)?;
         let listener = bind_loopback(config.listen).await?;
         let http = listener.local_addr()?;
-        let pairs = Arc::new(Pairs::new(View::new(registry)));
+        let pairs = Arc::new(Pairs::new(
+            View::new(registry),
+            Arc::new(Telemetry::new("router", config.instance.clone(), &config.voice.name, config.traces)),
+        ));
         let api = Api::new(config.voice, Arc::clone(&pairs) as Arc<dyn Backend>);
         Ok(Self { admin: Arc::new(Admin { instance: config.instance, pairs, api }), listener, http })
     }
@@ -83,6 +88,7 @@ impl Router {
         let routes = Routes::new()
             .route("/health", get(admin::health))
             .route("/ready", get(admin::ready))
+            .route("/metrics", get(admin::metrics))
             .route("/debug/ledger", get(admin::ledger))
             .with_state(Arc::clone(&admin));
         let app = admin.api.app(routes);

@@ -16,7 +16,7 @@ fn models_are_listed() {
     assert_eq!(server.get("/v1/models/tiny").1, *model);
     let health = server.get("/health").1;
     assert_eq!((&health["status"], &health["role"]), (&json!("ok"), &json!("mono")));
-    assert_eq!(server.get("/ready"), (200, json!({ "ready": true })));
+    assert_eq!(server.get("/ready"), (200, json!({ "ready": true, "reason": null })));
 }
 
 /// The built-in checkpoint's own continuation, as another implementation computes it.

@@ -88,6 +88,7 @@ impl Server {
             model_name: Some("tiny".into()),
             listen: "127.0.0.1:0".parse().unwrap(),
             engine: EngineConfig { pool_tokens, ..EngineConfig::default() },
+            traces: None,
         };
         let mono = runtime.block_on(Mono::start(model, config)).unwrap();
         let (url, drain) = (mono.url(), CancellationToken::new());

