@@ -71,7 +71,7 @@ impl Holding {
         else {
             return unsupported(
                 Axis::PageTable,
-                format!("{side}: {} pages, but tokens {tokens} reach page {end}", table.0.len()),
+                format!("{side}: {} pages, but tokens {tokens} need {end}", table.0.len()),
             );
         };
         // Whose turn a page is must not depend on the chunk: count from the start of the table.

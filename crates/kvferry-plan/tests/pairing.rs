@@ -126,7 +126,7 @@ fn plans_refuse_ranks_and_tables_that_are_not_there() {
     );
     assert_eq!(
         plan(end(0, &long), end(0, &short)),
-        "unsupported page table: target: 1 pages, but tokens 0..40 reach page 3"
+        "unsupported page table: target: 1 pages, but tokens 0..40 need 3"
     );
     assert!(pair.granted_bytes(end(2, &long), TokenRange::new(0, 40)).is_err());
     assert!(pair.granted_bytes(end(0, &short), TokenRange::new(0, 40)).is_err());

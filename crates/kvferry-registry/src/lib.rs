@@ -33,7 +33,7 @@ mod store;
 #[cfg(feature = "client")]
 pub use client::{Client, ClientError, Registration, State};
 #[cfg(feature = "server")]
-pub use guarded::Guarded;
+pub use guarded::{Guarded, Offences};
 #[cfg(feature = "client")]
 pub use http::loopback_http;
 pub use member::{

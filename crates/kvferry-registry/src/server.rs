@@ -61,7 +61,7 @@ pub async fn bind_loopback(at: SocketAddr) -> Result<TcpListener, BindError> {
 }
 
 /// Largest request body: the record of an instance with thousands of layers.
-const BODY: usize = 1 << 20;
+pub(crate) const BODY: usize = 1 << 20;
 
 type Shared = Arc<Mutex<Store>>;
 

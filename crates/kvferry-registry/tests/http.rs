@@ -9,12 +9,12 @@ use kvferry_plan::{
     Blame, CacheShape, Descriptor, Dtype, Incarnation, InstanceId, PROTOCOL, Placement, RankId,
 };
 use kvferry_registry::{
-    BindError, Client, ClientError, Guarded, Member, Role, State, Store, bind_loopback, loopback_http, router,
+    BindError, Client, ClientError, Guarded, Member, Offences, Role, State, Store, bind_loopback,
+    loopback_http, router,
 };
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
     net::{TcpListener, TcpStream},
-    task::JoinHandle,
     time::timeout,
 };
 
@@ -41,9 +41,11 @@ fn member(started_ms: u64) -> Member {
     }
 }
 
-fn start(listener: TcpListener, lease: Duration) -> JoinHandle<()> {
+fn start(listener: TcpListener, lease: Duration) -> Offences {
     let guarded = Guarded::new(listener, 16, Duration::from_millis(900));
-    tokio::spawn(async move { axum::serve(guarded, router(Store::new(lease))).await.unwrap() })
+    let offences = guarded.offences();
+    tokio::spawn(guarded.serve(router(Store::new(lease))));
+    offences
 }
 
 async fn listen() -> (TcpListener, String) {
@@ -210,7 +212,7 @@ async fn insult(at: &str, bytes: &[u8]) -> Vec<u8> {
 #[tokio::test]
 async fn garbage_ends_its_own_connection_only() {
     let (listener, url) = listen().await;
-    start(listener, Duration::from_secs(60));
+    let offences = start(listener, Duration::from_secs(60));
     let client = Client::new(&url).unwrap();
     client.register(&member(1)).await.unwrap();
     let at = url.trim_start_matches("http://");
@@ -227,6 +229,7 @@ async fn garbage_ends_its_own_connection_only() {
     let deep = format!("{head}content-length: 200000\r\n\r\n{}", "[".repeat(200_000));
     let endless = format!("GET /{} HTTP/1.1\r\n", "a".repeat(2 << 20));
     insult(at, &noise).await;
+    insult(at, b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03 and what else TLS says").await;
     insult(at, endless.as_bytes()).await;
     assert!(insult(at, huge.as_bytes()).await.starts_with(b"HTTP/1.1 4"));
     assert!(insult(at, deep.as_bytes()).await.starts_with(b"HTTP/1.1 400"));
@@ -245,5 +248,25 @@ async fn garbage_ends_its_own_connection_only() {
     for half in halves {
         half.await.unwrap();
     }
+    insult(at, format!("{head}content-length: 50\r\n\r\n{{").as_bytes()).await;
+    // Closed inside of a request; one that comes and goes without a word is no offence.
+    let mut stranger = TcpStream::connect(at).await.unwrap();
+    stranger.write_all(head.as_bytes()).await.unwrap();
+    drop(stranger);
+    drop(TcpStream::connect(at).await.unwrap());
     assert_eq!(client.members().await.unwrap(), [member(1)]);
+    let counted = async {
+        loop {
+            let mut counts = offences.counts();
+            // Some had to wait for a place; how many depends on who came first.
+            let waited = counts.remove("full");
+            if counts == [("cut", 1), ("length", 2), ("malformed", 2), ("silent", 41)].into() {
+                assert!(waited.is_some());
+                return;
+            }
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+    };
+    let counted = timeout(SOON, counted).await;
+    assert!(counted.is_ok(), "{:?}", offences.counts());
 }

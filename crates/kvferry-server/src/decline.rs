@@ -7,11 +7,14 @@ use kvferry_engine::EngineError;
 use kvferry_node::{Cause, CauseKind, PeerAddr, Side};
 use kvferry_plan::{Blame, InstanceId, RoomKey};
 use kvferry_registry::Member;
+use tokio::time::timeout;
 
 use crate::{Problem, Stage, instance::Shared};
 
-/// For finding out who is to be told.
-const LOOKUP: Duration = Duration::from_secs(1);
+/// For finding out whether there is something to be told, and who is to be told.
+const BOUND: Duration = Duration::from_secs(1);
+/// Between two looks at a room that may be about to go.
+const PAUSE: Duration = Duration::from_millis(20);
 
 /// Decode has refused or given up a room: the prefill instance is told, unless the node has done so. A duplicate of a
 /// room that lives here says nothing about that room.
@@ -23,12 +26,17 @@ pub(crate) fn decline(shared: &Arc<Shared>, key: RoomKey, prefill: &InstanceId, 
     let (cause, prefill, inner) = (cause(problem, Side::Target), prefill.clone(), Arc::clone(shared));
     shared.tasks.spawn(async move {
         let Shared { engine, node, registry, .. } = &*inner;
-        let known = async { engine.rows(key)?.await };
-        if !matches!(known.await, Err(EngineError::UnknownRoom(_))) {
+        // What was given up a moment ago may still be known here; what lives on is not declined.
+        let forgotten = async {
+            while !matches!(async { engine.rows(key)?.await }.await, Err(EngineError::UnknownRoom(_))) {
+                tokio::time::sleep(PAUSE).await;
+            }
+        };
+        if timeout(BOUND, forgotten).await.is_err() {
             return;
         }
         // A prefill that nobody knows cannot be told; its own limit ends the room.
-        if let Ok(Ok(group)) = tokio::time::timeout(LOOKUP, registry.lookup(&prefill)).await {
+        if let Ok(Ok(group)) = timeout(BOUND, registry.lookup(&prefill)).await {
             node.decline(key, group.members.into_iter().map(address).collect(), cause);
         }
     });

@@ -13,7 +13,6 @@ use futures_util::stream;
 use kvferry_engine::{Answer, Event, FirstToken, Request, RoomLease};
 use kvferry_node::{PeerAddr, Receipt, Receive};
 use kvferry_plan::{Blame, TokenRange};
-use kvferry_registry::Member;
 use kvferry_session::Prompt;
 use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
@@ -21,6 +20,7 @@ use tracing::Instrument;
 
 use crate::{
     Chosen, DecodeDone, DecodeRecord, DecodeRequest, Problem, Stage, TraceContext, Transfer, api,
+    decline::{address, decline},
     instance::Shared,
     telemetry::{Phase, RoomTelemetry, Totals},
 };
@@ -34,7 +34,11 @@ pub(crate) async fn handle(
     body: Result<Json<DecodeRequest>, JsonRejection>,
 ) -> Result<Response, Problem> {
     let Json(asked) = body?;
-    shared.admit()?;
+    let refuse = |problem| {
+        decline(&shared, asked.key, &asked.prefill, &problem);
+        problem
+    };
+    shared.admit().map_err(refuse)?;
     let seen = shared.telemetry.begin(asked.key, asked.prompt.len(), TraceContext::from_headers(&headers));
     seen.peer(&asked.prefill);
     let request = Request {
@@ -49,7 +53,7 @@ pub(crate) async fn handle(
     let granted = shared.engine.reserve(asked.key, request).map_err(|error| {
         let problem = Problem::engine(Stage::Admission, &error);
         seen.failed(&problem, false);
-        problem
+        refuse(problem)
     })?;
     let (lines, mut records) = mpsc::channel(BACKLOG);
     let span = seen.log_span();
@@ -96,6 +100,7 @@ impl Room {
             }
             Err(problem) => {
                 self.seen.failed(&problem, self.lines.is_closed());
+                decline(&self.shared, self.asked.key, &self.asked.prefill, &problem);
                 DecodeRecord::Error(problem)
             }
         };
@@ -140,11 +145,6 @@ impl Room {
         let Shared { registry, .. } = &*self.shared;
         let group = registry.lookup(&self.asked.prefill).await;
         let group = group.map_err(|error| Problem::new(error.blame(), Stage::Lookup, error))?;
-        let address = |member: Member| PeerAddr {
-            instance: member.instance,
-            incarnation: member.incarnation,
-            endpoint: member.control,
-        };
         Ok(group.members.into_iter().map(address).collect())
     }
 

@@ -124,7 +124,11 @@ impl IntoResponse for Problem {
 
 impl From<JsonRejection> for Problem {
     fn from(rejection: JsonRejection) -> Self {
-        Self::new(Blame::Caller, Stage::Request, rejection.body_text())
+        let problem = Self::new(Blame::Caller, Stage::Request, rejection.body_text());
+        match rejection.status() {
+            StatusCode::PAYLOAD_TOO_LARGE => Self { status: Some(StatusCode::PAYLOAD_TOO_LARGE), ..problem },
+            _ => problem,
+        }
     }
 }
 

@@ -24,6 +24,7 @@ mod admin;
 mod api;
 mod backend;
 mod client;
+mod decline;
 mod decode;
 mod dump;
 mod error;

@@ -17,6 +17,7 @@ use tracing::Instrument;
 
 use crate::{
     PrefillReply, PrefillRequest, Problem, Stage, TraceContext,
+    decline::withhold,
     instance::Shared,
     telemetry::{Phase, RoomTelemetry, Totals},
 };
@@ -27,7 +28,6 @@ pub(crate) async fn handle(
     body: Result<Json<PrefillRequest>, JsonRejection>,
 ) -> Result<Json<PrefillReply>, Problem> {
     let Json(asked) = body?;
-    shared.admit()?;
     let (key, prompt_tokens) = (asked.key, asked.prompt.len() as u64);
     let seen = shared.telemetry.begin(key, asked.prompt.len(), TraceContext::from_headers(&headers));
     let refused = |seen: &RoomTelemetry, error| {
@@ -38,19 +38,19 @@ pub(crate) async fn handle(
     if !shared.handoff.expect(key) {
         return Err(refused(&seen, EngineError::RoomInUse(key)));
     }
+    let refuse = |problem| {
+        withhold(&shared, key, &problem);
+        shared.handoff.forget(key);
+        problem
+    };
+    shared.admit().map_err(refuse)?;
     let prompt = Prompt::of(&asked.prompt);
     let request = Request {
         sampling: asked.sampling.into(),
         top_logprobs: asked.top_logprobs,
         ..Request::greedy(asked.prompt, 1)
     };
-    let granted = match shared.engine.prefill(key, request) {
-        Ok(granted) => granted,
-        Err(error) => {
-            shared.handoff.forget(key);
-            return Err(refused(&seen, error));
-        }
-    };
+    let granted = shared.engine.prefill(key, request).map_err(|error| refuse(refused(&seen, error)))?;
     let (reply, answer) = oneshot::channel();
     // The room outlives a client that goes away: its pages may be read until the other side has let go.
     let room =
@@ -109,6 +109,7 @@ impl Room {
         let lease = match lease {
             Ok(lease) => lease,
             Err(problem) => {
+                withhold(&self.shared, key, &problem);
                 handoff.forget(key);
                 return Err(problem);
             }

@@ -2,7 +2,7 @@
 
 use std::{
     sync::{Arc, Mutex, PoisonError},
-    time::Instant,
+    time::{Duration, Instant},
 };
 
 use axum::{Json, Router, routing::get};
@@ -18,6 +18,10 @@ use crate::{ServerError, metrics::RegistryMetrics, process::ProcessCounts, ready
 /// # Errors
 /// [`ServerError::Http`].
 pub async fn serve_registry(listener: TcpListener, drain: CancellationToken) -> Result<(), ServerError> {
+    let server = Guarded::new(listener, Guarded::CONNECTIONS, Guarded::SILENCE);
+    let offences = server.offences();
+    let ledger =
+        async move || Json::<Value>(json!({ "broken": offences.counts(), "process": ProcessCounts::now() }));
     let store = Arc::new(Mutex::new(Store::default()));
     let (metrics, asked) = (Arc::new(RegistryMetrics::new()), Arc::clone(&store));
     let app = Router::new()
@@ -34,14 +38,16 @@ pub async fn serve_registry(listener: TcpListener, drain: CancellationToken) -> 
                 metrics.catalogue().answer()
             }),
         )
-        .route("/debug/ledger", get(async || Json::<Value>(json!({ "process": ProcessCounts::now() }))))
+        .route("/debug/ledger", get(ledger))
         .merge(router_over(store));
-    let closing = drain.clone();
-    let server = axum::serve(Guarded::new(listener, Guarded::CONNECTIONS, Guarded::SILENCE), app)
-        .with_graceful_shutdown(closing.cancelled_owned());
+    let drained = async {
+        drain.cancelled().await;
+        // For what is being answered. Members keep connections open; the next heartbeat tells them.
+        tokio::time::sleep(Duration::from_millis(200)).await;
+    };
     tokio::select! {
-        served = async { server.await } => Ok(served?),
-        // Members keep connections open; they are told by the next heartbeat that nobody answers.
-        () = async { drain.cancelled().await; tokio::time::sleep(std::time::Duration::from_millis(200)).await } => Ok(()),
+        () = server.serve(app) => {}
+        () = drained => {}
     }
+    Ok(())
 }

@@ -7,7 +7,8 @@ use alloc::{
     vec::Vec,
 };
 use kvferry_plan::{
-    Descriptor, Incarnation, InstanceId, Mismatch, Pair, Placement, PoolLayout, RankId, TokenRange,
+    Descriptor, Incarnation, InstanceId, Mismatch, Pair, PartLayout, Placement, PoolLayout, RankId, TokenMap,
+    TokenRange,
 };
 
 use crate::{Capabilities, Endpoint, Hello, Message, Refuse, Side};
@@ -149,6 +150,7 @@ impl Pairing {
         differ("digest", &on(ours), &on(&peer))?;
 
         self.check_layers(&peer)?;
+        check_positions(&peer)?;
 
         let shape = ours.descriptor.shape.clone();
         let (mine, theirs) = (ours.descriptor.placement.clone(), peer.descriptor.placement.clone());
@@ -223,6 +225,18 @@ impl Pairing {
         }
         Ok(())
     }
+}
+
+/// Where page ids decide which rank holds a token, a side would have to tell the other its page table, which no message
+/// of this version does.
+fn check_positions(peer: &Hello) -> Result<(), Mismatch> {
+    let sharded = |part: &&PartLayout| matches!(part.tokens, TokenMap::PageSharded { .. });
+    let Some(part) = peer.descriptor.placement.parts.iter().find(sharded) else { return Ok(()) };
+    Err(Mismatch {
+        field: format!("{}.tokens", part.part),
+        ours: "dense or interleaved".into(),
+        theirs: "page-sharded, which can be planned but not handed over yet".into(),
+    })
 }
 
 /// Ranks that are named must be some of the instance's, each once.

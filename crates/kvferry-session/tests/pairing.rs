@@ -71,6 +71,14 @@ fn every_field_that_does_not_fit_is_named() {
                 h.descriptor.placement.parts[0].tokens = TokenMap::Interleaved { ranks: 3, interleave: 1 };
             }),
         ),
+        (
+            "key.tokens",
+            Box::new(|h| {
+                (h.descriptor.placement.tp, h.descriptor.placement.cp) = (1, 2);
+                let parts = &mut h.descriptor.placement.parts;
+                parts.iter_mut().for_each(|p| p.tokens = TokenMap::PageSharded { ranks: 2 });
+            }),
+        ),
         ("stages", Box::new(|h| h.descriptor.placement.stages[0].extend([LayerId(0); 50_000]))),
         ("stages", Box::new(|h| h.descriptor.placement.stages.clear())),
         (

@@ -260,7 +260,9 @@ fn seeded_sampling_goes_on_where_prefill_left_off() {
 
 #[test]
 fn a_client_that_leaves_ends_its_room_on_both_sides() {
-    let cluster = Cluster::start(&["--chunk", "4"], &[]);
+    // Slow enough that a long prompt is under way for seconds.
+    let slow = ["--throttle", "1048576"];
+    let cluster = Cluster::start(&slow, &slow);
     let prompt: Vec<u32> = (1..40).collect();
     // Decode waits for a prefill that nobody has asked for; prefill for a decode that nobody has asked for.
     let (_, to_decode) = cluster.ask(1, &prompt);
@@ -280,12 +282,28 @@ fn a_client_that_leaves_ends_its_room_on_both_sides() {
     let (to_prefill, to_decode) = cluster.ask(3, &[7; 3000]);
     let told = cluster.runtime.block_on(async {
         let (decode, prefill) = (client(&cluster.decode), client(&cluster.prefill));
-        let (told, cut) = tokio::join!(
-            failure(&decode, &to_decode),
-            tokio::time::timeout(Duration::from_millis(150), prefill.prefill(&to_prefill)),
-        );
-        assert!(cut.is_err(), "the prompt was computed too fast for this test: {cut:?}");
-        told
+        // Both sides have begun with it.
+        let under_way = async {
+            let count = |ledger: &Value, at: &str| ledger.pointer(at).and_then(Value::as_u64);
+            loop {
+                let (here, there) = (prefill.ledger().await.unwrap(), decode.ledger().await.unwrap());
+                if (count(&here, "/node/sending"), count(&there, "/node/grants")) == (Some(1), Some(1)) {
+                    return;
+                }
+                tokio::time::sleep(Duration::from_millis(5)).await;
+            }
+        };
+        let leaves = async {
+            tokio::select! {
+                answer = prefill.prefill(&to_prefill) => panic!("it did not wait for the bytes: {answer:?}"),
+                () = under_way => {}
+            }
+        };
+        tokio::time::timeout(Duration::from_secs(60), async {
+            tokio::join!(failure(&decode, &to_decode), leaves).0
+        })
+        .await
+        .unwrap()
     });
     assert_eq!(told.stage, Stage::HandOff, "{told}");
     wait_until("that room is gone too", || cluster.is_quiet());

@@ -8,6 +8,10 @@ use super::request::{Request, Side};
 
 /// Pairs of ranks that are planned at most.
 const MAX_PAIRS: u64 = 1 << 16;
+/// Pages times pairs, which is what planning takes its time for.
+const MAX_VISITS: u64 = 1 << 28;
+/// Runs, which is what an answer needs its memory for.
+const MAX_RUNS: u64 = 1 << 24;
 
 /// What crosses between two instances.
 pub(super) struct Answer {
@@ -65,7 +69,7 @@ struct Ready {
 
 impl Ready {
     fn new(request: &Request, side: &Side, placement: &Placement) -> Result<Self, Unsupported> {
-        let table = side.pages.table(placement, request.tokens);
+        let table = side.pages.table(placement, request.tokens)?;
         // Nothing is allocated: the pools only have to reach the last page.
         let pages = table.0.iter().map(|page| page.0).max().unwrap_or(0).saturating_add(1);
         table.check(pages)?;
@@ -99,7 +103,17 @@ impl Answer {
         }
         let from = Ready::new(request, &request.prefill, pair.src())?;
         let to = Ready::new(request, &request.decode, pair.dst())?;
+        let visits = pairs.saturating_mul((from.table.0.len() + to.table.0.len()) as u64);
+        if visits > MAX_VISITS {
+            let reason = format!(
+                "{pairs} pairs of ranks and {} pages; {MAX_VISITS} pages times pairs are planned at most: use \
+                 larger pages or fewer tokens",
+                from.table.0.len() + to.table.0.len()
+            );
+            return Err(Unsupported { axis: Axis::Size, reason });
+        }
         let mut moves = Vec::new();
+        let mut runs = 0;
         for (s, src_pool) in (0..).zip(&from.pools) {
             for (d, dst_pool) in (0..).zip(&to.pools) {
                 let (src, dst) = (RankId(s), RankId(d));
@@ -115,6 +129,12 @@ impl Answer {
                 let plans = [rows, state];
                 let cost =
                     plans.iter().map(|p| Cost::of(p, src_pool, dst_pool)).fold(Cost::default(), Cost::plus);
+                runs += cost.runs;
+                if runs > MAX_RUNS {
+                    let reason =
+                        format!("more than {MAX_RUNS} runs of rows; use larger pages or fewer tokens");
+                    return Err(Unsupported { axis: Axis::Size, reason });
+                }
                 if cost.bytes > 0 {
                     moves.push(Move { src, dst, cost, plans });
                 }

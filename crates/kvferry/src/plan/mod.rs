@@ -58,7 +58,8 @@ fn answer(args: &PlanArgs) -> Result<Said, Failure> {
     if let Some(file) = &args.svg {
         let drawing = svg::draw(&request, &answer)?;
         std::fs::write(file, drawing).map_err(|e| {
-            Failure::new(Blame::Environment, format_args!("cannot write {}: {e}", file.display()))
+            // As for a request that cannot be read: status 1 says that the pair is not supported, nothing else.
+            Failure::caller(format_args!("cannot write {}: {e}", file.display()))
         })?;
     }
     let text = match args.json {

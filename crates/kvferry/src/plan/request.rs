@@ -3,7 +3,8 @@
 use std::{fs, io::Read, path::Path};
 
 use kvferry_plan::{
-    Blame, CacheShape, Dtype, LayoutSpec, PageId, PageTable, Placement, SlotId, Token, TokenRange,
+    Axis, Blame, CacheShape, Dtype, LayoutSpec, PageId, PageTable, Placement, SlotId, Token, TokenRange,
+    Unsupported,
 };
 use serde::Deserialize;
 
@@ -12,6 +13,8 @@ use crate::failure::Failure;
 
 /// Larger requests are typing errors.
 const MAX_TOKENS: u64 = 1 << 27;
+/// Pages of a table that is made up here.
+const MAX_PAGES: u32 = 1 << 22;
 /// Bytes of a request file.
 const MAX_FILE: u64 = 64 << 20;
 
@@ -195,14 +198,21 @@ fn read(file: &Path) -> Result<String, Failure> {
 
 impl Pages {
     /// The table that `tokens` need under `placement`.
-    pub(super) fn table(&self, placement: &Placement, tokens: TokenRange) -> PageTable {
+    ///
+    /// # Errors
+    /// When it would be too long.
+    pub(super) fn table(&self, placement: &Placement, tokens: TokenRange) -> Result<PageTable, Unsupported> {
         let pages = |layout: &kvferry_plan::PartLayout| {
             let owned = (0..layout.tokens.classes()).map(|class| layout.tokens.owned(tokens.end, class));
             owned.max().unwrap_or(0).div_ceil(u64::from(layout.page_size.max(1)))
         };
         let pages = placement.parts.iter().map(pages).max().unwrap_or(0);
         let pages = u32::try_from(pages).unwrap_or(u32::MAX);
-        match self {
+        if pages > MAX_PAGES && !matches!(self, Self::Given(_)) {
+            let reason = format!("{pages} pages; {MAX_PAGES} are planned at most: use larger pages");
+            return Err(Unsupported { axis: Axis::Size, reason });
+        }
+        Ok(match self {
             Self::Given(table) => table.clone(),
             Self::Consecutive => PageTable::identity(pages),
             // An odd multiplier permutes a power of two: ids in no order, none twice.
@@ -210,6 +220,6 @@ impl Pages {
                 let space = pages.saturating_mul(2).checked_next_power_of_two().unwrap_or(1 << 31);
                 PageTable((0..pages).map(|i| PageId(i.wrapping_mul(0x9E37_79B1) % space)).collect())
             }
-        }
+        })
     }
 }

@@ -84,6 +84,17 @@ fn refusals_and_mistakes_have_their_exit_status() {
         ("--model-shape mla:1x8 --tokens many", 2, "write 32768 or 100..32768"),
         ("--model-shape mla:61x8 --tokens 2000 --rows", 2, "--rows would print 122000 rows"),
         ("--prefill tp=300 --decode tp=300 --model-shape mla:1x8", 2, "90000 pairs of ranks"),
+        (
+            "--tokens 134217728 --page 1 --model-shape mla:1x8",
+            2,
+            "134217728 pages; 4194304 are planned at most",
+        ),
+        (
+            "--prefill tp=256 --decode tp=256 --model-shape mla:1x8 --tokens 1000000",
+            2,
+            "65536 pairs of ranks and 125000 pages",
+        ),
+        ("--model-shape mla:1x8 --svg /nowhere/x.svg", 2, "cannot write /nowhere/x.svg"),
         ("/nowhere/request.json", 2, "cannot read /nowhere/request.json"),
     ] {
         let said = ask(line);

@@ -48,16 +48,25 @@ impl Place {
 }
 
 #[test]
-fn two_thousand_rooms_leave_the_processes_flat() {
+fn two_thousand_rooms_leave_the_processes_flat_over_tcp() {
+    churn("tcp");
+}
+
+#[test]
+fn two_thousand_rooms_leave_the_processes_flat_over_shm() {
+    churn("shm");
+}
+
+fn churn(transport: &str) {
     let rooms = std::env::var("KVFERRY_TEST_ROOMS").map_or(2000, |n| n.parse().unwrap());
     let fleet = Fleet::start();
     let mut alone = Alone::start();
-    let start = |role: &str, name: &str, transport: &str, layout: &str| {
+    let start = |role: &str, name: &str, layout: &str| {
         Place::new(fleet.peer(role, name, &["--transport", transport, "--layout", layout, "--chunk", "8"]))
     };
     // Two that stay and two that do not, of both roles.
-    let prefills = [start("prefill", "p0", "tcp", "tp=2"), start("prefill", "p1", "tcp", "tp=1,page=24")];
-    let decodes = [start("decode", "d0", "tcp", "tp=1"), start("decode", "d1", "tcp", "tp=2,dcp=2,page=8")];
+    let prefills = [start("prefill", "p0", "tp=2"), start("prefill", "p1", "tp=1,page=24")];
+    let decodes = [start("decode", "d0", "tp=1"), start("decode", "d1", "tp=2,dcp=2,page=8")];
     let asks: Vec<(Ask, Tokens)> = (0..12)
         .map(|i| Ask::new(0, 5 + i * 3, 1 + i % 4))
         .map(|ask| (ask.clone(), alone.answer(&ask)))

@@ -132,6 +132,11 @@ impl Ledger {
         self.0["node"]["refused"][field].as_u64().unwrap_or(0)
     }
 
+    /// Connections that ended because the other end broke the protocol, by how.
+    pub(crate) fn broken(&self) -> Value {
+        self.0["node"]["broken"].clone()
+    }
+
     /// True when no request holds anything.
     pub(crate) fn is_quiet(&self) -> bool {
         let engine = ["pages_held", "queued", "prefilling", "reserved", "decoding", "finished"];

@@ -10,5 +10,7 @@ mod clients;
 mod common;
 mod drain;
 mod fleet;
+mod garbage;
 mod pairs;
 mod phases;
+mod refusals;
