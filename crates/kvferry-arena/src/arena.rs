@@ -10,7 +10,7 @@ use rustix::fs::{
 };
 
 use crate::{
-    ArenaError, Memory, Pieces, Stores,
+    ArenaError, Memory, Pieces, Span, Stores, Wait, io,
     memory::Mapped,
     mmap::{Access, Mapping},
     simd,
@@ -88,6 +88,21 @@ impl Arena {
     /// [`ArenaError::Length`] unless `data` has exactly the bytes of the pieces, [`ArenaError::OutOfBounds`].
     pub fn scatter(&self, pieces: &Pieces, data: &[u8]) -> Result<(), ArenaError> {
         simd::scatter(&self.mapping, pieces, data)
+    }
+
+    /// Receives what has come over a stream socket into `spans`, in order. One call: returns how many bytes came, 0
+    /// when the peer has closed.
+    ///
+    /// # Errors
+    /// [`ArenaError::Socket`] with [`std::io::ErrorKind::WouldBlock`] when nothing has come in time, and with what the
+    /// socket says else; [`ArenaError::OutOfBounds`].
+    pub fn receive_from(
+        &self,
+        socket: BorrowedFd<'_>,
+        spans: &[Span],
+        wait: Wait,
+    ) -> Result<usize, ArenaError> {
+        io::receive(&self.mapping, socket, spans, wait)
     }
 
     /// Copies `m` from `source` to here.

@@ -35,10 +35,27 @@ pub fn digest_plan(
     key: RoomKey,
     target: RankId,
 ) -> Result<Vec<PartDigest>, ArenaError> {
-    let mut parts = Vec::new();
-    for unit in plan.units() {
-        let digest = digest_unit(memory, side, &unit, UnitId::new(key, target, &unit))?;
-        PartDigest::add(&mut parts, unit.part, digest, unit.bytes());
+    digest_plans(memory, side, &[(target, plan)], key).map(|mut all| all.pop().unwrap_or_default())
+}
+
+/// As [`digest_plan`] for several targets in one sweep: plans that read the same pages come to them at the same time.
+///
+/// # Errors
+/// As [`digest_unit`].
+pub fn digest_plans(
+    memory: &(impl Memory + ?Sized),
+    side: Side,
+    plans: &[(RankId, &Plan)],
+    key: RoomKey,
+) -> Result<Vec<Vec<PartDigest>>, ArenaError> {
+    let mut parts = vec![Vec::new(); plans.len()];
+    let most = plans.iter().map(|(_, plan)| plan.unit_count()).max().unwrap_or(0);
+    for index in 0..most {
+        for ((target, plan), parts) in plans.iter().zip(&mut parts) {
+            let Some(unit) = plan.unit(index) else { continue };
+            let digest = digest_unit(memory, side, &unit, UnitId::new(key, *target, &unit))?;
+            PartDigest::add(parts, unit.part, digest, unit.bytes());
+        }
     }
     Ok(parts)
 }

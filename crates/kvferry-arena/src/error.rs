@@ -70,6 +70,9 @@ pub enum ArenaError {
         /// Bytes found.
         found: Bytes,
     },
+    /// A socket took or gave nothing.
+    #[error("bytes of the arena cannot go through the socket: {0}")]
+    Socket(std::io::Error),
     /// The peer's memory could change its size or be written by others; it is not mapped.
     #[error("the peer's arena is not sealed against resizing and writable maps; refuse this peer")]
     Unsealed,
@@ -85,7 +88,7 @@ impl ArenaError {
             | Self::NoRegion { .. }
             | Self::NoPage(_)
             | Self::OutOfBounds { .. } => Blame::Caller,
-            Self::Memory { .. } | Self::Os { .. } => Blame::Environment,
+            Self::Memory { .. } | Self::Os { .. } | Self::Socket(_) => Blame::Environment,
             Self::Size { .. } | Self::Unsealed => Blame::PeerMisbehaved,
         }
     }

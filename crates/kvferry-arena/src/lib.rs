@@ -34,6 +34,7 @@
 mod arena;
 mod digest;
 mod error;
+mod io;
 mod memory;
 mod mmap;
 mod pieces;
@@ -41,8 +42,9 @@ mod simd;
 mod view;
 
 pub use arena::Arena;
-pub use digest::{digest_plan, digest_unit};
+pub use digest::{digest_plan, digest_plans, digest_unit};
 pub use error::ArenaError;
+pub use io::{Span, Wait};
 pub use memory::Memory;
 pub use pieces::{Pieces, Side};
 pub use simd::Stores;

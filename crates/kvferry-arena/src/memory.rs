@@ -2,10 +2,11 @@
 
 #![forbid(unsafe_code)]
 
-use kvferry_plan::{Bytes, Generation, LayerId, PageId, Part, PoolLayout, Region};
-use xxhash_rust::xxh3::Xxh3;
+use std::os::fd::BorrowedFd;
 
-use crate::{ArenaError, Pieces, mmap::Mapping, simd};
+use kvferry_plan::{Bytes, Generation, LayerId, PageId, Part, PoolLayout, Region, UnitHasher};
+
+use crate::{ArenaError, Pieces, Span, io, mmap::Mapping, simd};
 
 /// Keeps [`Memory`] to the types of this crate, which uphold the bounds.
 pub trait Mapped {
@@ -56,28 +57,28 @@ pub trait Memory: Mapped + Send + Sync + std::fmt::Debug {
         simd::gather(self.mapping(), pieces, out)
     }
 
+    /// Sends bytes of `spans`, in order, over a stream socket, straight from this memory. One call: returns how many
+    /// bytes the socket took, which may be fewer than there are.
+    ///
+    /// # Errors
+    /// [`ArenaError::OutOfBounds`], [`ArenaError::Socket`].
+    fn send_to(&self, socket: BorrowedFd<'_>, spans: &[Span]) -> Result<usize, ArenaError> {
+        io::send(self.mapping(), socket, spans)
+    }
+
     /// Feeds `pieces`, in order, to `hasher`.
     ///
     /// # Errors
     /// [`ArenaError::OutOfBounds`].
-    fn hash(&self, pieces: &Pieces, hasher: &mut Xxh3) -> Result<(), ArenaError> {
+    fn hash(&self, pieces: &Pieces, hasher: &mut UnitHasher) -> Result<(), ArenaError> {
         // The hasher wants a slice, so bytes go through a private buffer that stays in the first-level cache.
         const BUFFER: usize = 16 << 10;
         let mut buffer = [0_u8; BUFFER];
-        let mut used = 0;
-        for offset in pieces.offsets() {
-            let (mut at, mut left) = (offset.0, pieces.len.0);
-            while left > 0 {
-                let n = left.min((BUFFER - used) as u64);
-                self.read(Bytes(at), &mut buffer[used..used + n as usize])?;
-                (at, left, used) = (at + n, left - n, used + n as usize);
-                if used == BUFFER {
-                    hasher.update(&buffer);
-                    used = 0;
-                }
-            }
+        for part in pieces.parts(Bytes(BUFFER as u64)) {
+            let bytes = &mut buffer[..part.bytes().index()];
+            simd::gather(self.mapping(), &part, bytes)?;
+            hasher.update(bytes);
         }
-        hasher.update(&buffer[..used]);
         Ok(())
     }
 }

@@ -1,4 +1,4 @@
-//! A shared mapping and the checked raw accesses to it. Unsafe code lives here and in `simd`.
+//! A shared mapping and the checked raw accesses to it. Unsafe code lives here, in `io` and in `simd`.
 //!
 //! Other threads and processes may write the mapped bytes at any time, so nothing here ever forms a reference to
 //! them, except to the generation words, which are atomics.

@@ -10,6 +10,11 @@ use crate::{ArenaError, Pieces, mmap::Mapping};
 pub enum Stores {
     /// Through the cache: right when the bytes are read again soon, for a digest for example.
     Cached,
+    /// As `Cached`, fetching the source `ahead` bytes in front of the copy, anywhere.
+    Fetching {
+        /// Distance from the piece that is copied to the bytes that are fetched.
+        ahead: i64,
+    },
     /// Past the cache, fetching the source `ahead` bytes in front of the copy: right for one large sweep. `ahead`
     /// may be negative and may point anywhere.
     Streaming {
@@ -33,26 +38,81 @@ pub(crate) fn copy(src: &Mapping, dst: &Mapping, m: &StridedMove, stores: Stores
 
 /// Bytes from the first byte of a side of `m` to its last.
 fn reach(side: &Strides, m: &StridedMove) -> Result<Bytes, ArenaError> {
-    let blocks = side.block.0.checked_mul(m.blocks - 1);
-    let rows = side.row.0.checked_mul(m.rows - 1);
-    blocks
-        .and_then(|n| n.checked_add(rows?)?.checked_add(m.len.0))
-        .map(Bytes)
-        .ok_or(ArenaError::OutOfBounds { offset: side.offset, len: Bytes(u64::MAX), arena: Bytes(u64::MAX) })
+    extent(side, m.len, m.rows, m.blocks)
+}
+
+/// Bytes from the first byte of the pieces to their last. There is at least one.
+fn extent(side: &Strides, len: Bytes, rows: u64, blocks: u64) -> Result<Bytes, ArenaError> {
+    let blocks = side.block.0.checked_mul(blocks - 1);
+    let rows = side.row.0.checked_mul(rows - 1);
+    blocks.and_then(|n| n.checked_add(rows?)?.checked_add(len.0)).map(Bytes).ok_or(ArenaError::OutOfBounds {
+        offset: side.offset,
+        len: Bytes(u64::MAX),
+        arena: Bytes(u64::MAX),
+    })
 }
 
 /// Packs `pieces` into `out`.
 pub(crate) fn gather(src: &Mapping, pieces: &Pieces, out: &mut [u8]) -> Result<(), ArenaError> {
     sized(pieces, out.len())?;
-    let chunks = out.chunks_exact_mut(pieces.len.index().max(1));
-    pieces.offsets().zip(chunks).try_for_each(|(at, piece)| src.read(at, piece))
+    let Pieces { strides, len, rows, blocks } = *pieces;
+    if out.is_empty() {
+        return Ok(());
+    }
+    let from = src.source(strides.offset, extent(&strides, len, rows, blocks)?)?;
+    let len = len.index();
+    for (n, piece) in out.chunks_exact_mut(len).enumerate() {
+        let (b, i) = (n / rows as usize, n % rows as usize);
+        // SAFETY: the extent of all pieces was checked; `piece` is exclusive memory that is not part of the mapping.
+        unsafe {
+            let at = from.add(b * strides.block.index() + i * strides.row.index());
+            fetch(at.wrapping_add(strides.row.index().wrapping_mul(FETCH)), len);
+            std::ptr::copy_nonoverlapping(at, piece.as_mut_ptr(), len);
+        }
+    }
+    Ok(())
+}
+
+/// Pieces between the one that is gathered and the one that is fetched into the cache.
+const FETCH: usize = 4;
+
+/// Asks for `len` bytes at `at`, wherever that is: a hint that never faults. Long pieces need none, the processor sees
+/// where they go.
+fn fetch(at: *const u8, len: usize) {
+    #[cfg(target_arch = "x86_64")]
+    if len <= 4096 {
+        for line in (0..len).step_by(64) {
+            // SAFETY: a prefetch is a hint; SSE is part of x86-64.
+            unsafe {
+                std::arch::x86_64::_mm_prefetch::<{ std::arch::x86_64::_MM_HINT_T0 }>(
+                    at.wrapping_add(line).cast(),
+                );
+            }
+        }
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = (at, len);
 }
 
 /// Writes packed `data` to `pieces`.
 pub(crate) fn scatter(dst: &Mapping, pieces: &Pieces, data: &[u8]) -> Result<(), ArenaError> {
     sized(pieces, data.len())?;
-    let chunks = data.chunks_exact(pieces.len.index().max(1));
-    pieces.offsets().zip(chunks).try_for_each(|(at, piece)| dst.write(at, piece))
+    let Pieces { strides, len, rows, blocks } = *pieces;
+    if data.is_empty() {
+        return Ok(());
+    }
+    let to = dst.target(strides.offset, extent(&strides, len, rows, blocks)?)?;
+    let len = len.index();
+    for (n, piece) in data.chunks_exact(len).enumerate() {
+        let (b, i) = (n / rows as usize, n % rows as usize);
+        // SAFETY: the extent of all pieces was checked; `piece` is borrowed memory that is not part of the mapping.
+        unsafe {
+            let at = to.add(b * strides.block.index() + i * strides.row.index());
+            fetch(at.wrapping_add(strides.row.index().wrapping_mul(FETCH)), len);
+            std::ptr::copy_nonoverlapping(piece.as_ptr(), at, len);
+        }
+    }
+    Ok(())
 }
 
 fn sized(pieces: &Pieces, len: usize) -> Result<(), ArenaError> {
@@ -64,8 +124,12 @@ type Kernel = unsafe fn(*const u8, *mut u8, &StridedMove, Stores);
 
 fn kernel(stores: Stores) -> Kernel {
     #[cfg(target_arch = "x86_64")]
-    if stores != Stores::Cached && std::arch::is_x86_feature_detected!("avx2") {
-        return avx2::streaming;
+    if std::arch::is_x86_feature_detected!("avx2") {
+        match stores {
+            Stores::Cached => {}
+            Stores::Fetching { .. } => return avx2::sweep::<false>,
+            Stores::Streaming { .. } => return avx2::sweep::<true>,
+        }
     }
     let _ = stores;
     scalar
@@ -91,7 +155,8 @@ unsafe fn scalar(from: *const u8, to: *mut u8, m: &StridedMove, _: Stores) {
 #[cfg(target_arch = "x86_64")]
 mod avx2 {
     use std::arch::x86_64::{
-        __m256i, _MM_HINT_T0, _mm_prefetch, _mm_sfence, _mm256_loadu_si256, _mm256_stream_si256,
+        __m256i, _MM_HINT_T0, _mm_prefetch, _mm_sfence, _mm256_loadu_si256, _mm256_store_si256,
+        _mm256_stream_si256,
     };
 
     use super::{Stores, StridedMove};
@@ -99,15 +164,20 @@ mod avx2 {
     const LINE: usize = 64;
     const VECTOR: usize = size_of::<__m256i>();
 
-    /// Non-temporal stores, one line at a time, and a prefetch for each line.
+    /// Stores, non-temporal ones if `PAST` the cache, one line at a time, and a prefetch for each line.
     ///
     /// # Safety
     /// As [`super::scalar`], and the processor has AVX2.
     #[target_feature(enable = "avx2")]
-    pub(super) unsafe fn streaming(from: *const u8, to: *mut u8, m: &StridedMove, stores: Stores) {
+    pub(super) unsafe fn sweep<const PAST: bool>(
+        from: *const u8,
+        to: *mut u8,
+        m: &StridedMove,
+        stores: Stores,
+    ) {
         let ahead = match stores {
             Stores::Cached => 0,
-            Stores::Streaming { ahead } => ahead as isize,
+            Stores::Fetching { ahead } | Stores::Streaming { ahead } => ahead as isize,
         };
         for b in 0..m.blocks as usize {
             for i in 0..m.rows as usize {
@@ -115,18 +185,20 @@ mod avx2 {
                 unsafe {
                     let from = from.add(b * m.src.block.index() + i * m.src.row.index());
                     let to = to.add(b * m.dst.block.index() + i * m.dst.row.index());
-                    piece(from, to, m.len.index(), ahead);
+                    piece::<PAST>(from, to, m.len.index(), ahead);
                 }
             }
         }
         // Streamed stores are not ordered with the unlock or the message that tells others of them.
-        _mm_sfence();
+        if PAST {
+            _mm_sfence();
+        }
     }
 
     /// # Safety
     /// `len` bytes may be read from `from` and written to `to`; AVX2.
     #[target_feature(enable = "avx2")]
-    unsafe fn piece(from: *const u8, to: *mut u8, len: usize, ahead: isize) {
+    unsafe fn piece<const PAST: bool>(from: *const u8, to: *mut u8, len: usize, ahead: isize) {
         let head = to.align_offset(VECTOR).min(len);
         let lines = (len - head) / LINE;
         // SAFETY: head, lines and tail together are the `len` bytes; vector stores are aligned after the head.
@@ -139,8 +211,13 @@ mod avx2 {
                 _mm_prefetch::<_MM_HINT_T0>(source.wrapping_offset(ahead).cast());
                 let low = _mm256_loadu_si256(source.cast());
                 let high = _mm256_loadu_si256(source.add(VECTOR).cast());
-                _mm256_stream_si256(to.add(at).cast(), low);
-                _mm256_stream_si256(to.add(at + VECTOR).cast(), high);
+                if PAST {
+                    _mm256_stream_si256(to.add(at).cast(), low);
+                    _mm256_stream_si256(to.add(at + VECTOR).cast(), high);
+                } else {
+                    _mm256_store_si256(to.add(at).cast(), low);
+                    _mm256_store_si256(to.add(at + VECTOR).cast(), high);
+                }
             }
             let tail = head + lines * LINE;
             std::ptr::copy(from.add(tail), to.add(tail), len - tail);

@@ -85,17 +85,20 @@ proptest! {
         let far = m.rows.saturating_mul(m.blocks) > 4096;
         // Countless pieces on one spot are legal and take for ever.
         prop_assume!(!far || (m.src.row.0 > 0 && m.src.block.0 > 0) || m.len.0 == 0);
-        let (source, cached, streamed) = (arena(), arena(), arena());
+        let (source, cached, fetched, streamed) = (arena(), arena(), arena(), arena());
         fill(&source, 2);
         let view = ArenaView::map(source.fd(), source.layout().clone()).unwrap();
         let before = bytes(&cached);
         let expected = naive(&m, &bytes(&source), &before);
         let plain = cached.copy_from(&source, &m, Stores::Cached);
         let stream = streamed.copy_from(&view, &m, Stores::Streaming { ahead });
+        let fetch = fetched.copy_from(&view, &m, Stores::Fetching { ahead });
         prop_assert_eq!(plain.is_ok(), expected.is_some());
+        prop_assert_eq!(fetch.is_ok(), expected.is_some());
         prop_assert_eq!(stream.is_ok(), expected.is_some());
         let expected = expected.unwrap_or(before);
         prop_assert!(bytes(&cached) == expected);
+        prop_assert!(bytes(&fetched) == expected);
         prop_assert!(bytes(&streamed) == expected);
     }
 

@@ -2,7 +2,7 @@
 
 use std::{collections::BTreeSet, sync::Arc};
 
-use kvferry_arena::{Arena, digest_plan};
+use kvferry_arena::{Arena, digest_plans};
 use kvferry_plan::{Blame, End, PageId, PageTable, Pair, PartDigest, Plan, RankId, TokenRange, Unsupported};
 use kvferry_session::{Cause, CauseKind, PageRef, Side, page_span};
 use kvferry_transport::{Leg, LegReport, TransportError};
@@ -97,21 +97,25 @@ pub(crate) fn digest_legs(
 ) -> Result<Vec<kvferry_session::Leg>, TransportError> {
     let crate::lane::Task { key, pair, table, source, tokens, digest, targets, .. } = task;
     let (key, source, tokens) = (*key, *source, *tokens);
-    plans(pair, source, table, tokens, targets)
-        .map(|planned| {
-            let (target, plan) = planned?;
-            let parts = if *digest {
-                digest_plan(arena, kvferry_arena::Side::Source, &plan, key, target)?
-            } else {
-                let mut parts = Vec::new();
-                for unit in plan.units() {
-                    PartDigest::add(&mut parts, unit.part, 0, unit.bytes());
-                }
-                parts
-            };
-            Ok(kvferry_session::Leg { target, tokens, parts, copies: 0 })
-        })
-        .collect()
+    let planned = plans(pair, source, table, tokens, targets).collect::<Result<Vec<_>, _>>()?;
+    let parts = if *digest {
+        let plans: Vec<_> = planned.iter().map(|(target, plan)| (*target, &**plan)).collect();
+        digest_plans(arena, kvferry_arena::Side::Source, &plans, key)?
+    } else {
+        let counted = |(_, plan): &(RankId, Arc<Plan>)| {
+            let mut parts = Vec::new();
+            plan.units().for_each(|unit| PartDigest::add(&mut parts, unit.part, 0, unit.bytes()));
+            parts
+        };
+        planned.iter().map(counted).collect()
+    };
+    let leg = |((target, _), parts): (&(RankId, _), _)| kvferry_session::Leg {
+        target: *target,
+        tokens,
+        parts,
+        copies: 0,
+    };
+    Ok(planned.iter().zip(parts).map(leg).collect())
 }
 
 /// A report as a leg of a manifest.

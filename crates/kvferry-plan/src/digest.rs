@@ -4,9 +4,11 @@
 //! order, then heads; of per-request state each channel group is a unit. Its digest is XXH3-64 over these bytes in the target dtype, seeded with the unit's identity,
 //! so that right bytes in the wrong place do not match.
 
+use core::hash::Hasher;
+
 use minicbor::{Decode, Encode};
 use serde::{Deserialize, Serialize};
-use xxhash_rust::xxh3::{Xxh3, xxh3_64};
+use twox_hash::XxHash3_64;
 
 use crate::{Bytes, Part, RankId, RoomKey, Unit};
 
@@ -29,13 +31,36 @@ impl UnitId {
         // State has no tokens: there its channel groups are told apart.
         let first = unit.first_token().0.wrapping_add(u64::from(unit.channels));
         bytes[29..].copy_from_slice(&first.to_le_bytes());
-        Self { seed: xxh3_64(&bytes) }
+        Self { seed: XxHash3_64::oneshot(&bytes) }
     }
 
     /// A hasher for the unit's bytes.
     #[must_use]
-    pub fn hasher(self) -> Xxh3 {
-        Xxh3::with_seed(self.seed)
+    pub fn hasher(self) -> UnitHasher {
+        UnitHasher(XxHash3_64::with_seed(self.seed))
+    }
+}
+
+/// Takes a unit's bytes, in pieces of any length, and says their digest.
+#[derive(Clone)]
+pub struct UnitHasher(XxHash3_64);
+
+impl UnitHasher {
+    /// The next bytes.
+    pub fn update(&mut self, bytes: &[u8]) {
+        self.0.write(bytes);
+    }
+
+    /// The digest of all bytes so far.
+    #[must_use]
+    pub fn digest(&self) -> u64 {
+        self.0.finish()
+    }
+}
+
+impl core::fmt::Debug for UnitHasher {
+    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
+        f.write_str("UnitHasher")
     }
 }
 

@@ -46,7 +46,7 @@ pub use capacity::{Capacity, Fit, Hold, Limit};
 pub use cover::{Cover, Covered};
 pub use coverage::{Accepted, Coverage, CoverageError};
 pub use descriptor::{Descriptor, Mismatch, PROTOCOL};
-pub use digest::{PartDigest, UnitId};
+pub use digest::{PartDigest, UnitHasher, UnitId};
 pub use flat::{Flat, RowRun, coalesce};
 pub use ids::{
     Attempt, Blame, Bytes, Generation, HeadId, Incarnation, InstanceId, LayerId, PageId, RankId, RoomId,

@@ -172,7 +172,7 @@ impl Prompt {
     #[must_use]
     pub fn of(ids: &[u32]) -> Self {
         let bytes: Vec<u8> = ids.iter().flat_map(|id| id.to_le_bytes()).collect();
-        Self { tokens: ids.len() as u64, digest: xxhash_rust::xxh3::xxh3_64(&bytes) }
+        Self { tokens: ids.len() as u64, digest: twox_hash::XxHash3_64::oneshot(&bytes) }
     }
 }
 

@@ -1,34 +1,40 @@
 //! The target's half of a push: what one source process sends, leg after leg.
 
-use std::sync::Arc;
+use std::{io::ErrorKind, sync::Arc};
 
-use kvferry_plan::Incarnation;
+use kvferry_arena::{ArenaError, Span};
+use kvferry_plan::{Bytes, Incarnation};
 
 use crate::{
     Refusal, TransportError,
     local::Local,
     room::Landing,
+    socket::{Lost, Socket},
     stats::add,
     wire::{LegId, Units},
 };
 
-/// The legs that come over one connection, one at a time.
+/// Legs of one job; more than any layout has.
+const LEGS: usize = 4096;
+
+/// The legs that come over one connection: those of one job at a time, in any order among themselves.
 pub(crate) struct Inbound {
     local: Arc<Local>,
     from: Incarnation,
-    leg: Option<(LegId, Result<Landing, Refusal>)>,
+    /// The one that was spoken of last is the last.
+    legs: Vec<(LegId, Result<Landing, Refusal>)>,
 }
 
 impl Inbound {
     pub(crate) fn new(local: Arc<Local>, from: Incarnation) -> Self {
-        Self { local, from, leg: None }
+        Self { local, from, legs: Vec::new() }
     }
 
     /// Whether `units` with `len` bytes are to be landed; if not, their payload is to be dropped.
     pub(crate) fn accepts(&mut self, id: &LegId, units: &Units, len: u32) -> bool {
         let first = (units.first, units.row) == (0, 0);
         let refusal = match self.begin(id, first) {
-            Err(refusal) => Err(*refusal),
+            Err(refusal) => Err(refusal),
             Ok(landing) => match landing.expect(units) {
                 Ok(expected) if expected.0 == u64::from(len) => return true,
                 Ok(_) => Ok(Refusal::Length),
@@ -38,54 +44,92 @@ impl Inbound {
         if let Ok(new) = refusal {
             self.fail(new);
         }
-        add(&self.local.counters.dropped, u64::from(len));
+        self.dropped(len as usize);
         false
     }
 
     /// Lands what was accepted.
     pub(crate) fn land(&mut self, units: &Units, payload: &[u8]) {
-        if let Some((_, Ok(landing))) = &mut self.leg
+        if let Some((_, Ok(landing))) = self.legs.last_mut()
             && let Err(error) = landing.land(units, payload)
         {
             self.failed(error);
         }
     }
 
+    /// Receives the payload of what was accepted straight into the pool, where that is possible, and returns the bytes
+    /// that are still to come: all of them when it is not, the rest when the room was fenced meanwhile.
+    pub(crate) fn land_from(&mut self, socket: &Socket, units: &Units, len: usize) -> Result<Left, Lost> {
+        let Some((_, Ok(landing))) = self.legs.last_mut() else { return Ok(Left::Dropped(len)) };
+        let Some(places) = landing.places(units) else { return Ok(Left::ToLand) };
+        let mut left = len;
+        let mut rest = places.as_slice();
+        // Of the first place so many bytes are filled.
+        let mut filled = 0;
+        let error = loop {
+            let Some((first, more)) = rest.split_first() else {
+                match landing.landed(units, len as u64) {
+                    Ok(()) => return Ok(Left::Dropped(0)),
+                    Err(error) => break error,
+                }
+            };
+            let part = Span { offset: Bytes(first.offset.0 + filled), len: Bytes(first.len.0 - filled) };
+            match landing.receive(socket.fd(), &[part]) {
+                Ok(0) => return Err(Lost::Cut),
+                Ok(n) => {
+                    (left, filled) = (left.saturating_sub(n), filled + n as u64);
+                    if filled == first.len.0 {
+                        (rest, filled) = (more, 0);
+                    }
+                }
+                Err(TransportError::Arena(ArenaError::Socket(error))) => match error.kind() {
+                    ErrorKind::WouldBlock => socket.readable()?,
+                    ErrorKind::Interrupted => {}
+                    _ => return Err(Lost::Io(error)),
+                },
+                Err(error) => break error,
+            }
+        };
+        self.failed(error);
+        self.dropped(left);
+        Ok(Left::Dropped(left))
+    }
+
     /// Ends a leg: `None` when all of it lies in the pool.
     pub(crate) fn end(&mut self, id: &LegId) -> Option<Refusal> {
-        let outcome = self.begin(id, false).map(Landing::finish).map_err(|refusal| *refusal);
-        match outcome {
-            Err(refusal) => {
-                self.leg = None;
-                Some(refusal)
-            }
-            Ok(Err(error)) => {
-                let refusal = self.failed(error);
-                self.leg = None;
-                Some(refusal)
-            }
+        let outcome = self.begin(id, false).map(Landing::finish);
+        let refusal = match outcome {
+            Err(refusal) => Some(refusal),
+            Ok(Err(error)) => Some(self.failed(error)),
             Ok(Ok(report)) => {
-                if let Some((_, Ok(landing))) = self.leg.take() {
+                if let Some((_, Ok(landing))) = self.legs.last() {
                     landing.report(Ok(report));
                 }
                 None
             }
-        }
+        };
+        self.legs.pop();
+        refusal
     }
 
     /// The connection is gone; a leg that has not ended never will.
-    pub(crate) fn lost(&mut self, error: impl FnOnce() -> TransportError) {
-        if let Some((_, Ok(landing))) = self.leg.take() {
-            landing.report(Err(error()));
+    pub(crate) fn lost(&mut self, error: impl Fn() -> TransportError) {
+        for (_, leg) in self.legs.drain(..) {
+            if let Ok(landing) = leg {
+                landing.report(Err(error()));
+            }
         }
     }
 
-    /// The leg `id`: the current one, unless it begins anew.
-    fn begin(&mut self, id: &LegId, first: bool) -> Result<&mut Landing, &Refusal> {
-        let current = self.leg.take_if(|(current, state)| {
-            let restarts = first && !matches!(state, Ok(landing) if landing.fresh());
-            current == id && !restarts
-        });
+    /// The leg `id`, from now on the last: a current one, unless it begins anew. A leg of another job ends all that did
+    /// not end: their job was cancelled.
+    fn begin(&mut self, id: &LegId, first: bool) -> Result<&mut Landing, Refusal> {
+        let other = |(leg, _): &(LegId, _)| LegId { target: id.target, ..*leg } != *id;
+        if self.legs.first().is_some_and(other) || self.legs.len() >= LEGS {
+            self.legs.clear();
+        }
+        let found = self.legs.iter().position(|(leg, _)| leg == id).map(|at| self.legs.swap_remove(at));
+        let current = found.filter(|(_, state)| !first || matches!(state, Ok(landing) if landing.fresh()));
         let leg = current.unwrap_or_else(|| {
             let leg = self.start(id);
             if let Err(refusal) = &leg {
@@ -93,7 +137,12 @@ impl Inbound {
             }
             (*id, leg)
         });
-        self.leg.insert(leg).1.as_mut().map_err(|refusal| &*refusal)
+        self.legs.push(leg);
+        match self.legs.last_mut() {
+            Some((_, Ok(landing))) => Ok(landing),
+            Some((_, Err(refusal))) => Err(*refusal),
+            None => Err(Refusal::Internal),
+        }
     }
 
     fn start(&self, id: &LegId) -> Result<Landing, Refusal> {
@@ -103,9 +152,13 @@ impl Inbound {
         })
     }
 
+    fn dropped(&self, bytes: usize) {
+        add(&self.local.counters.dropped, bytes as u64);
+    }
+
     /// Refuses the rest of the leg.
     fn fail(&mut self, refusal: Refusal) {
-        if let Some((_, Ok(landing))) = &self.leg {
+        if let Some((_, Ok(landing))) = self.legs.last() {
             self.failed(landing.room().refused(refusal));
         }
     }
@@ -117,7 +170,7 @@ impl Inbound {
             _ => Refusal::Internal,
         };
         self.local.counters.refuse(refusal);
-        if let Some((_, state)) = &mut self.leg {
+        if let Some((_, state)) = self.legs.last_mut() {
             if let Ok(landing) = state {
                 landing.report(Err(error));
             }
@@ -125,6 +178,15 @@ impl Inbound {
         }
         refusal
     }
+}
+
+/// What is to be done with the payload that has not been received.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Left {
+    /// It is to be received into a buffer and landed from there.
+    ToLand,
+    /// So many bytes are to be received and forgotten.
+    Dropped(usize),
 }
 
 #[cfg(test)]

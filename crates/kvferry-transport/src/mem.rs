@@ -91,9 +91,10 @@ impl Transport for Mem {
             target,
         };
         let local = Arc::clone(&self.local);
+        let mut stages = Vec::new();
         let run = move |job: &Job, stop: &_| {
             let arena = local.arena(job.source)?;
-            push(job, &arena, &mut sink, stop)
+            push(job, &arena, &mut sink, stop, &mut stages)
         };
         let limits = &self.local.setup.limits;
         let queue = Queue::start("kvferry-mem", limits, &self.local.counters, run, || ())

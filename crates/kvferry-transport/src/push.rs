@@ -1,9 +1,9 @@
 //! The source's half of a push: gathers rows of units into frames.
 
-use std::time::Instant;
+use std::{ops::Range, time::Instant};
 
 use kvferry_arena::{Arena, Memory, Pieces, Side};
-use kvferry_plan::{Bytes, PartDigest, UnitId};
+use kvferry_plan::{Bytes, PartDigest, Unit, UnitHasher, UnitId};
 
 use crate::{
     Job, Leg, LegReport, TransportError,
@@ -11,9 +11,11 @@ use crate::{
     wire::{LegId, MAX_PAYLOAD, Units},
 };
 
-/// A frame is sent when the next unit would make it longer. It stays in the second-level cache, from which the
-/// kernel copies it.
-const STAGE: u64 = 512 << 10;
+/// What all legs of a job together have in frames that are not sent yet; it stays near the processor, and so do the
+/// source rows that the next leg reads beside those of this one.
+const STAGE: u64 = 768 << 10;
+/// A leg's part of it, at least.
+const FRAME: u64 = 64 << 10;
 
 /// Where frames go.
 pub(crate) trait Sink {
@@ -25,25 +27,47 @@ pub(crate) trait Sink {
     fn settle(&mut self, job: &Job, first: u64) -> Result<(), TransportError>;
 }
 
-/// Sends all legs of `job` from `arena` to `sink`.
+/// Sends all legs of `job` from `arena` to `sink`, in one sweep: a frame of each leg in turn, so that legs that read
+/// the same pages come to them at the same time.
 pub(crate) fn push(
     job: &Job,
     arena: &Arena,
     sink: &mut impl Sink,
     stop: &Stop,
+    stages: &mut Vec<Vec<u8>>,
 ) -> Result<Vec<LegReport>, TransportError> {
     let started = Instant::now();
-    let mut reports = Vec::with_capacity(job.legs.len());
-    let mut stage = Stage::default();
+    let most = (STAGE / (job.legs.len() as u64).max(1)).max(FRAME);
+    stages.resize_with(job.legs.len().max(stages.len()), Vec::new);
+    let mut outs: Vec<_> =
+        job.legs.iter().zip(stages).map(|(leg, stage)| Out::new(job, leg, stage, most)).collect();
+    loop {
+        let mut more = false;
+        // Frames of one unit each would do; as many as fit save calls.
+        while outs.iter().any(|out| !out.full()) {
+            for out in &mut outs {
+                out.gather(job, arena)?;
+            }
+        }
+        for out in &mut outs {
+            stop.check()?;
+            more |= out.send(sink, job, arena, stop)?;
+        }
+        if !more {
+            break;
+        }
+    }
     let mut first = None;
-    for leg in &job.legs {
-        let (parts, ticket) = stage.leg(job, leg, arena, sink, stop)?;
+    let mut reports = Vec::with_capacity(outs.len());
+    for out in outs {
+        stop.check()?;
+        let ticket = sink.end(&out.id)?;
         first = first.or(Some(ticket));
         reports.push(LegReport {
-            target: leg.target,
-            bytes: leg.plan.bytes(),
-            copies: leg.plan.copies(),
-            parts,
+            target: out.leg.target,
+            bytes: out.leg.plan.bytes(),
+            copies: out.leg.plan.copies(),
+            parts: out.parts,
             took: started.elapsed(),
         });
     }
@@ -56,20 +80,21 @@ pub(crate) fn push(
     Ok(reports)
 }
 
-#[derive(Default)]
-struct Stage {
-    bytes: Vec<u8>,
+/// A leg while it is sent.
+struct Out<'a> {
+    id: LegId,
+    leg: &'a Leg,
+    /// Payload of the next frame, `used` bytes: units `first .. first + count`.
+    stage: &'a mut Vec<u8>,
+    used: usize,
+    first: u64,
+    count: u64,
+    most: u64,
+    parts: Vec<PartDigest>,
 }
 
-impl Stage {
-    fn leg(
-        &mut self,
-        job: &Job,
-        leg: &Leg,
-        arena: &Arena,
-        sink: &mut impl Sink,
-        stop: &Stop,
-    ) -> Result<(Vec<PartDigest>, u64), TransportError> {
+impl<'a> Out<'a> {
+    fn new(job: &Job, leg: &'a Leg, stage: &'a mut Vec<u8>, most: u64) -> Self {
         let id = LegId {
             key: job.key,
             generation: job.generation,
@@ -77,56 +102,91 @@ impl Stage {
             target: leg.target,
             tokens: job.tokens,
         };
-        let mut parts = Vec::new();
-        let (mut first, mut count) = (0, 0);
-        self.bytes.clear();
-        for unit in leg.plan.units() {
-            let (len, row) = (unit.bytes().0, unit.slice.len);
-            if count > 0 && self.bytes.len() as u64 + len > STAGE {
-                stop.check()?;
-                sink.units(&id, &Units { first, count, row: 0, rows: None }, &self.bytes)?;
-                (first, count) = (first + count, 0);
-                self.bytes.clear();
-            }
-            if row.0 > MAX_PAYLOAD {
-                return Err(TransportError::RowTooLong { row, frame: Bytes(MAX_PAYLOAD) });
-            }
-            let region = arena.region(unit.layer, unit.part)?;
-            let mut hasher = job.digest.then(|| UnitId::new(job.key, leg.target, &unit).hasher());
-            // A unit that does not fit goes alone, some rows at a time.
-            let split = len > STAGE;
-            let rows = if split { (STAGE / row.0.max(1)).max(1) } else { unit.rows() };
-            let mut at = 0;
-            while at < unit.rows() {
-                let end = (at + rows).min(unit.rows());
-                let start = self.bytes.len();
-                for pieces in Pieces::of_rows(&unit, Side::Source, region, at..end) {
-                    let from = self.bytes.len();
-                    self.bytes.resize(from + pieces.bytes().index(), 0);
-                    arena.gather(&pieces, &mut self.bytes[from..])?;
-                }
-                if let Some(hasher) = &mut hasher {
-                    hasher.update(&self.bytes[start..]);
-                }
-                if split {
-                    stop.check()?;
-                    let units = Units { first, count: 1, row: at, rows: Some(end - at) };
-                    sink.units(&id, &units, &self.bytes)?;
-                    self.bytes.clear();
-                }
-                at = end;
-            }
-            if split {
-                first += 1;
-            } else {
-                count += 1;
-            }
-            PartDigest::add(&mut parts, unit.part, hasher.map_or(0, |h| h.digest()), Bytes(len));
+        Self { id, leg, stage, used: 0, first: 0, count: 0, most, parts: Vec::new() }
+    }
+
+    /// The next unit.
+    fn next(&self) -> Option<Unit<'a>> {
+        self.leg.plan.unit(self.first + self.count)
+    }
+
+    /// True when nothing more goes into this frame.
+    fn full(&self) -> bool {
+        self.next().is_none_or(|unit| self.used as u64 + unit.bytes().0 > self.most)
+    }
+
+    /// Adds a unit to the frame, if there is one that fits.
+    fn gather(&mut self, job: &Job, arena: &Arena) -> Result<(), TransportError> {
+        let Some(unit) = self.next().filter(|_| !self.full()) else { return Ok(()) };
+        let start = self.used;
+        self.rows(&unit, 0..unit.rows(), arena)?;
+        let mut hasher = self.hasher(job, &unit);
+        if let Some(hasher) = &mut hasher {
+            hasher.update(&self.stage[start..self.used]);
         }
-        stop.check()?;
-        if count > 0 {
-            sink.units(&id, &Units { first, count, row: 0, rows: None }, &self.bytes)?;
+        self.count += 1;
+        self.done(&unit, hasher);
+        Ok(())
+    }
+
+    /// Sends the frame, or else a unit that is larger than one, some rows at a time. False when the leg has no more.
+    fn send(
+        &mut self,
+        sink: &mut impl Sink,
+        job: &Job,
+        arena: &Arena,
+        stop: &Stop,
+    ) -> Result<bool, TransportError> {
+        if self.count > 0 {
+            let units = Units { first: self.first, count: self.count, row: 0, rows: None };
+            sink.units(&self.id, &units, &self.stage[..self.used])?;
+            (self.first, self.count, self.used) = (self.first + self.count, 0, 0);
+            return Ok(self.next().is_some());
         }
-        Ok((parts, sink.end(&id)?))
+        let Some(unit) = self.next() else { return Ok(false) };
+        let row = unit.slice.len;
+        if row.0 > MAX_PAYLOAD {
+            return Err(TransportError::RowTooLong { row, frame: Bytes(MAX_PAYLOAD) });
+        }
+        let mut hasher = self.hasher(job, &unit);
+        let (rows, mut at) = ((self.most / row.0.max(1)).max(1), 0);
+        while at < unit.rows() {
+            stop.check()?;
+            let end = (at + rows).min(unit.rows());
+            self.rows(&unit, at..end, arena)?;
+            let payload = &self.stage[..self.used];
+            if let Some(hasher) = &mut hasher {
+                hasher.update(payload);
+            }
+            let units = Units { first: self.first, count: 1, row: at, rows: Some(end - at) };
+            sink.units(&self.id, &units, payload)?;
+            (at, self.used) = (end, 0);
+        }
+        self.first += 1;
+        self.done(&unit, hasher);
+        Ok(self.next().is_some())
+    }
+
+    /// Appends rows to the payload.
+    fn rows(&mut self, unit: &Unit<'_>, rows: Range<u64>, arena: &Arena) -> Result<(), TransportError> {
+        let region = arena.region(unit.layer, unit.part)?;
+        for pieces in Pieces::of_rows(unit, Side::Source, region, rows) {
+            let end = self.used + pieces.bytes().index();
+            if self.stage.len() < end {
+                self.stage.resize(end, 0);
+            }
+            arena.gather(&pieces, &mut self.stage[self.used..end])?;
+            self.used = end;
+        }
+        Ok(())
+    }
+
+    fn hasher(&self, job: &Job, unit: &Unit<'_>) -> Option<UnitHasher> {
+        job.digest.then(|| UnitId::new(job.key, self.leg.target, unit).hasher())
+    }
+
+    fn done(&mut self, unit: &Unit<'_>, hasher: Option<UnitHasher>) {
+        let sum = hasher.map_or(0, |hasher| hasher.digest());
+        PartDigest::add(&mut self.parts, unit.part, sum, unit.bytes());
     }
 }

@@ -3,16 +3,15 @@
 use std::{
     collections::BTreeMap,
     ops::Range,
+    os::fd::BorrowedFd,
     sync::{Arc, PoisonError, RwLock, RwLockReadGuard},
     time::Instant,
 };
 
-use kvferry_arena::{Arena, ArenaError, Memory, Pieces, Side};
+use kvferry_arena::{Arena, ArenaError, Memory, Pieces, Side, Span, Wait};
 use kvferry_plan::{
-    Bytes, End, PageTable, Pair, PartDigest, Plan, RankId, Row, Token, TokenRange, Unit, UnitId,
+    Bytes, End, PageTable, Pair, PartDigest, Plan, RankId, Row, Token, TokenRange, Unit, UnitHasher, UnitId,
 };
-
-use xxhash_rust::xxh3::Xxh3;
 
 use crate::{
     Grant, Inject, Landed, LegReport, Refusal, TransportError,
@@ -20,6 +19,9 @@ use crate::{
     stats::{Counters, Gauge, add},
     wire::Units,
 };
+
+/// Bytes in a row that are worth a place of their own in a call that receives.
+const PLACE: u64 = 8 << 10;
 
 /// Any page numbers will do for a peer's pages, as long as there are enough for `end` tokens.
 pub(crate) fn source_table(pair: &Pair, end: Token) -> PageTable {
@@ -172,7 +174,7 @@ pub(crate) struct Landing {
     /// The unit and row that must come next.
     next: (u64, u64),
     /// Of a unit that has not come completely.
-    hasher: Option<Xxh3>,
+    hasher: Option<UnitHasher>,
     parts: Vec<PartDigest>,
     started: Instant,
 }
@@ -225,8 +227,39 @@ impl Landing {
             Ok(())
         };
         room.write(spots, write)?;
-        add(&room.counters.frames, 1);
-        add(&room.counters.landed, payload.len() as u64);
+        self.landed(units, payload.len() as u64)
+    }
+
+    /// Where the payload of `units` goes, if that is a few long places, so that it need not go through a buffer.
+    pub(crate) fn places(&self, units: &Units) -> Option<Vec<Span>> {
+        if self.room.faulty() {
+            return None;
+        }
+        let (mut places, mut long) = (Vec::new(), true);
+        self.each(units, |unit, rows| {
+            let region = self.arena.region(unit.layer, unit.part)?;
+            for pieces in Pieces::of_rows(unit, Side::Target, region, rows) {
+                long &= pieces.len.0 >= PLACE;
+                if long {
+                    places.extend(pieces.offsets().map(|offset| Span { offset, len: pieces.len }));
+                }
+            }
+            Ok(())
+        })
+        .is_ok_and(|()| long)
+        .then_some(places)
+    }
+
+    /// Receives what has come for `places`, in order, without waiting; a fence waits for this call.
+    pub(crate) fn receive(&self, socket: BorrowedFd<'_>, places: &[Span]) -> Result<usize, TransportError> {
+        let _writing = self.room.writing()?;
+        Ok(self.arena.receive_from(socket, places, Wait::Never)?)
+    }
+
+    /// The `len` bytes of `units` lie in the pool.
+    pub(crate) fn landed(&mut self, units: &Units, len: u64) -> Result<(), TransportError> {
+        add(&self.room.counters.frames, 1);
+        add(&self.room.counters.landed, len);
         self.digest(units)?;
         self.next = match units.rows {
             Some(rows) if !self.ends_unit(units, rows) => (units.first, units.row + rows),

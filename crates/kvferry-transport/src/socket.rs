@@ -99,6 +99,17 @@ impl Socket {
         matches!(poll(&mut fds, Some(&Timespec::default())), Ok(0) | Err(Errno::INTR))
     }
 
+    /// Waits until something comes, or the end of the connection.
+    pub(crate) fn readable(&self) -> Result<(), Lost> {
+        let wait = Timespec::try_from(self.stall).map_err(|_| self.stalled())?;
+        let mut fds = [PollFd::new(&self.fd, PollFlags::IN | PollFlags::RDHUP)];
+        match poll(&mut fds, Some(&wait)) {
+            Ok(0) => Err(self.stalled()),
+            Ok(_) | Err(Errno::INTR) => Ok(()),
+            Err(error) => Err(Lost::Io(error.into())),
+        }
+    }
+
     /// Fills `buffer`. Before the first byte the wait is unbounded if `idle`: the other end may have nothing to say.
     pub(crate) fn fill(&self, buffer: &mut [u8], idle: bool) -> Result<(), Lost> {
         self.fill_until(buffer, idle, None)

@@ -52,9 +52,11 @@ macro_rules! blamed {
 }
 
 blamed!(
+    kvferry_arena::ArenaError,
     kvferry_engine::EngineError,
     kvferry_engine::checkpoint::LoadError,
     kvferry_registry::BindError,
     kvferry_registry::ClientError,
     kvferry_plan::Unsupported,
+    kvferry_transport::TransportError,
 );

@@ -65,7 +65,7 @@ fn run(command: Command) -> Result<ExitCode, Failure> {
         .build()
         .map_err(|e| Failure::new(Blame::Environment, format!("cannot start the runtime: {e}")))?;
     let result = match command {
-        Command::Bench(command) => bench::run(&command),
+        Command::Bench(command) => bench::run(&command, &runtime),
         Command::Demo(args) => runtime.block_on(demo::run(*args)),
         Command::Doctor(args) => runtime.block_on(doctor::run(args)),
         Command::Plan(args) => plan::run(&args),

@@ -100,7 +100,7 @@ fn fill(arena: &Arena, seed: u64) {
 
 /// Bytes that follow from a name.
 fn noise(name: &[u8], len: usize) -> Vec<u8> {
-    let mut state = xxhash_rust::xxh3::xxh3_64(name);
+    let mut state = twox_hash::XxHash3_64::oneshot(name);
     let mut bytes = Vec::with_capacity(len + 8);
     while bytes.len() < len {
         state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);

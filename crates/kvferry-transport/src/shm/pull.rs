@@ -20,6 +20,8 @@ use crate::{
 
 /// A fence waits for at most about so many bytes.
 const BATCH: u64 = 4 << 20;
+/// So many bytes are still in the second-level cache when they are digested.
+const HOT: u64 = 384 << 10;
 
 /// Starts the link's thread, the puller.
 pub(super) fn open(
@@ -159,9 +161,31 @@ struct Task<'a> {
 }
 
 impl<'a> Task<'a> {
-    /// Sweeps the source pages of one layer of one part, then digests what was written.
+    /// Sweeps the source pages of one layer of one part and digests what was written.
     fn layer(&mut self, layer: LayerId, part: Part) -> Result<Bytes, TransportError> {
-        let units = self.units(layer, part);
+        let mut landed = 0;
+        let mut rest = self.units(layer, part);
+        while !rest.is_empty() {
+            // A fault may hit any unit of the layer, so then all of them are one batch.
+            let most = match (self.room.faulty(), self.job.digest) {
+                (true, _) => u64::MAX,
+                (false, true) => HOT,
+                (false, false) => BATCH,
+            };
+            let later = rest.split_off(cut(&rest, most));
+            landed += self.batch(layer, part, rest)?;
+            rest = later;
+        }
+        Ok(Bytes(landed))
+    }
+
+    /// Copies these units, then digests them.
+    fn batch(
+        &mut self,
+        layer: LayerId,
+        part: Part,
+        units: Vec<(usize, Unit<'a>)>,
+    ) -> Result<u64, TransportError> {
         let steps = self.steps(layer, part, &units)?;
         let spots = || {
             let spot = |(i, unit): &(usize, Unit<'_>)| {
@@ -170,34 +194,32 @@ impl<'a> Task<'a> {
             };
             units.iter().map(spot).collect()
         };
-        let batch = if self.room.faulty() { u64::MAX } else { BATCH };
-        let mut rest = steps.as_slice();
-        while !rest.is_empty() {
-            self.stop.check()?;
-            let (now, later) = rest.split_at(cut(rest, batch));
-            self.room.write(spots, || self.sweep(now))?;
-            rest = later;
-        }
+        self.stop.check()?;
+        self.room.write(spots, || self.sweep(&steps))?;
         for (i, unit) in units {
             let course = &mut self.courses[i];
             let id = UnitId::new(self.job.key, course.leg.target, &unit);
             let sum = if self.job.digest { digest_unit(&*course.arena, Side::Target, &unit, id)? } else { 0 };
             PartDigest::add(&mut course.parts, part, sum, unit.bytes());
         }
-        Ok(Bytes(steps.iter().map(|step| step.m.bytes().0).sum()))
+        Ok(steps.iter().map(|step| step.m.bytes().0).sum())
     }
 
-    /// The next units of all legs, which are those of this layer and part: plans have the order of the shape.
+    /// The next units of all legs, which are those of this layer and part: plans have the order of the shape. The
+    /// first ones of all legs come first, then the second ones: they read the same source pages.
     fn units(&mut self, layer: LayerId, part: Part) -> Vec<(usize, Unit<'a>)> {
         let mut units = Vec::new();
         for (i, course) in self.courses.iter_mut().enumerate() {
             let plan = &course.leg.plan;
+            let mut turn = 0_u64;
             while let Some(unit) = plan.unit(course.next).filter(|u| (u.layer, u.part) == (layer, part)) {
-                units.push((i, unit));
+                units.push((turn, i, unit));
                 course.next += 1;
+                turn += 1;
             }
         }
-        units
+        units.sort_by_key(|(turn, i, _)| (*turn, *i));
+        units.into_iter().map(|(_, i, unit)| (i, unit)).collect()
     }
 
     /// The copies of these units, by source page; within a page legs and tokens stay in order.
@@ -222,11 +244,11 @@ impl<'a> Task<'a> {
     fn sweep(&self, steps: &[Step]) -> Result<(), TransportError> {
         let mut pages = steps.chunk_by(|a, b| a.page == b.page).peekable();
         while let Some(page) = pages.next() {
-            // Past the cache, although a digest may follow: reading the pool again costs less than these stores
-            // would cost through it.
             let stores = match pages.peek() {
+                // Through the cache when a digest reads the bytes next, past it when nobody does soon.
                 Some(next) => {
-                    Stores::Streaming { ahead: start(next).wrapping_sub(start(page)).cast_signed() }
+                    let ahead = start(next).wrapping_sub(start(page)).cast_signed();
+                    if self.job.digest { Stores::Fetching { ahead } } else { Stores::Streaming { ahead } }
                 }
                 None => Stores::Cached,
             };
@@ -256,16 +278,14 @@ impl<'a> Task<'a> {
     }
 }
 
-/// How many steps make up about `batch` bytes and end with a page.
-fn cut(steps: &[Step], batch: u64) -> usize {
+/// How many units make up about `most` bytes, at least one.
+fn cut(units: &[(usize, Unit<'_>)], most: u64) -> usize {
     let mut bytes = 0_u64;
-    for (i, pair) in steps.windows(2).enumerate() {
-        bytes = bytes.saturating_add(pair[0].m.bytes().0);
-        if bytes >= batch && pair[0].page != pair[1].page {
-            return i + 1;
-        }
-    }
-    steps.len()
+    let fits = |(_, unit): &&(usize, Unit<'_>)| {
+        bytes = bytes.saturating_add(unit.bytes().0);
+        bytes <= most
+    };
+    units.iter().take_while(fits).count().max(1)
 }
 
 /// First byte of a page's steps.

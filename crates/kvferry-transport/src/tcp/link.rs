@@ -28,10 +28,11 @@ pub(super) fn open(socket: Socket, endpoint: String, local: Arc<Local>) -> io::R
         broken: false,
     };
     let arenas = Arc::clone(&local);
+    let mut stages = Vec::new();
     let run = move |job: &Job, stop: &Stop| {
         let arena = arenas.arena(job.source)?;
         sink.check()?;
-        let outcome = push(job, &arena, &mut sink, stop);
+        let outcome = push(job, &arena, &mut sink, stop, &mut stages);
         // Closing breaks the connection; that is not the peer's fault.
         if outcome.is_err() {
             stop.check()?;

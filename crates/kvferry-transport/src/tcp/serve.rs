@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use crate::{
     TransportError,
-    inbound::Inbound,
+    inbound::{Inbound, Left},
     local::Local,
     socket::{Lost, Socket},
     stats::add,
@@ -58,9 +58,14 @@ fn frame(socket: &Socket, inbound: &mut Inbound, stage: &mut Vec<u8>) -> Result<
         wire::decode(bytes).ok_or(Lost::Malformed("a frame header that cannot be decoded"))?;
     match header.body {
         Body::Units(units) if inbound.accepts(&header.leg, &units, payload) => {
-            let payload = room(stage, payload as usize);
-            socket.fill(payload, false)?;
-            inbound.land(&units, payload);
+            match inbound.land_from(socket, &units, payload as usize)? {
+                Left::ToLand => {
+                    let payload = room(stage, payload as usize);
+                    socket.fill(payload, false)?;
+                    inbound.land(&units, payload);
+                }
+                Left::Dropped(left) => drain(socket, left, stage)?,
+            }
         }
         Body::Units(_) => drain(socket, payload as usize, stage)?,
         Body::End(_) if payload > 0 => return Err(Lost::Malformed("an end of a leg with a payload")),

@@ -34,8 +34,12 @@ struct World {
 }
 
 fn world(limits: Limits) -> World {
+    world_of(limits, 4)
+}
+
+fn world_of(limits: Limits, elems: u32) -> World {
     let end = Tcp::new(Setup { limits, ..Setup::new(US) }).unwrap();
-    let shape = CacheShape::mla(1, 4);
+    let shape = CacheShape::mla(1, elems);
     let place = Placement::single(&shape, 16, Dtype::Bf16);
     let layout = PoolLayout::new(&shape, &place, RankId(0), 8).unwrap();
     let arena = Arc::new(Arena::new("test", layout).unwrap());
@@ -332,4 +336,48 @@ fn connections_are_bounded_and_meant_for_this_start() {
         assert!(since.elapsed() < PATIENCE);
     }
     assert!(world.end.stats().turned_away >= 2);
+}
+
+/// Long runs are received straight into the pool. A peer that stops in the middle of one may not hold up the fence, and
+/// what it sends afterwards is not written.
+#[test]
+fn a_fence_does_not_wait_for_a_frame_that_stops() {
+    const LONG: usize = 16 * 1024;
+    let world = world_of(Limits { stall: 10 * PATIENCE, ..Limits::default() }, 512);
+    let mut stream = world.dial();
+    let header = Header { leg: world.leg, body: Body::Units(whole(0, 2)) };
+    stream.write_all(&wire::frame(&header, 2 * LONG)).unwrap();
+    stream.write_all(&[7; LONG + 100]).unwrap();
+    let since = Instant::now();
+    while world.pool().iter().filter(|byte| **byte == 7).count() < LONG + 100 {
+        assert!(since.elapsed() < PATIENCE, "nothing came into the pool");
+        thread::sleep(Duration::from_millis(1));
+    }
+    let since = Instant::now();
+    world.end.revoke(world.leg.key, world.leg.generation);
+    assert!(since.elapsed() < PATIENCE);
+    let fenced = world.pool();
+    stream.write_all(&[9; LONG - 100]).unwrap();
+    assert_eq!(world.end_leg(&mut stream, 1), Some(Refusal::Room));
+    assert!(world.pool() == fenced);
+    assert_eq!((world.end.stats().landed, world.end.stats().dropped), (Bytes(0), Bytes(LONG as u64 - 100)));
+}
+
+/// The legs of a job may come in turns.
+#[test]
+fn legs_in_turns() {
+    let world = world(Limits::default());
+    let mut stream = world.dial();
+    let other = LegId { target: RankId(1), ..world.leg };
+    world.units(&mut stream, whole(0, 1), &[7; UNIT]);
+    // A rank that is not granted: refused, and no other leg is touched.
+    let header = Header { leg: other, body: Body::Units(whole(0, 1)) };
+    stream.write_all(&wire::frame(&header, UNIT)).unwrap();
+    stream.write_all(&[8; UNIT]).unwrap();
+    world.units(&mut stream, whole(1, 1), &[7; UNIT]);
+    stream.write_all(&wire::frame(&Header { leg: other, body: Body::End(4) }, 0)).unwrap();
+    let answer: Answer = message(&mut stream);
+    assert_eq!((answer.ticket, answer.refusal), (4, Some(Refusal::Rank)));
+    assert_eq!(world.end_leg(&mut stream, 5), None);
+    assert_eq!(world.end.stats().landed, Bytes(2 * UNIT as u64));
 }

@@ -1,10 +1,17 @@
 //! `kvferry bench`: measurements that anybody can repeat. Not for numbers that depend on a model or a peer.
 
+mod chart;
+mod engine;
+mod machine;
+mod numbers;
 mod plan;
+mod transfer;
 
-use std::process::ExitCode;
+use std::{path::Path, process::ExitCode};
 
 use clap::{Args, Subcommand};
+use kvferry_plan::Blame;
+use tokio::runtime::Runtime;
 
 use crate::failure::Failure;
 
@@ -15,6 +22,17 @@ pub(crate) enum BenchCommand {
     /// Medians in microseconds on one thread, over page lists that are built in. Exit status 1 when the rows that the
     /// plans expand to are not the recorded ones.
     Plan(PlanBench),
+    /// How fast `tcp` and `shm` move a cache between two layouts, as part of what the machine can do
+    ///
+    /// Both ends run in this process, over their own pools. Next to each way its ceiling is measured in the same run,
+    /// in turns, with the same bytes and memory: `tcp` against one raw loopback connection, `shm` against the bare
+    /// copies in one sweep. Both sides must say the same of what was moved, else the exit status is 1.
+    Transfer(transfer::TransferBench),
+    /// Tokens per CPU-second of the engine, in both arithmetic modes, beside llama.cpp on the same file
+    ///
+    /// One rank, GQA, one request. llama.cpp is measured on one thread through a prebuilt library; the last line says how
+    /// to get it when it is not there.
+    Engine(engine::EngineBench),
 }
 
 #[derive(Args, Debug)]
@@ -24,8 +42,16 @@ pub(crate) struct PlanBench {
     pub(crate) json: bool,
 }
 
-pub(crate) fn run(command: &BenchCommand) -> Result<ExitCode, Failure> {
+pub(crate) fn run(command: &BenchCommand, runtime: &Runtime) -> Result<ExitCode, Failure> {
     match command {
         BenchCommand::Plan(args) => plan::run(args),
+        BenchCommand::Engine(args) => engine::run(args, runtime),
+        BenchCommand::Transfer(args) => transfer::run(args),
     }
+}
+
+fn write_svg(path: &Path, svg: &str) -> Result<(), Failure> {
+    std::fs::write(path, svg).map_err(|e| {
+        Failure::new(Blame::Caller, format_args!("{}: {e}; name a file that can be written", path.display()))
+    })
 }

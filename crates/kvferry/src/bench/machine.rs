@@ -1,0 +1,70 @@
+//! Where a measurement ran, and what it spent.
+
+use std::{fmt, io::IsTerminal, thread};
+
+use serde::Serialize;
+
+/// What a reader has to know of the machine to compare.
+#[derive(Debug, Serialize)]
+pub(super) struct Machine {
+    cpu: String,
+    cores: usize,
+    memory_gib: u64,
+    /// Processes that wanted to run in the last minute, on average: above `cores`, the figures are a busy machine's.
+    load: f64,
+    debug_build: bool,
+}
+
+impl Machine {
+    pub(super) fn here() -> Self {
+        let read = |path| std::fs::read_to_string(path).unwrap_or_default();
+        let value = |text: &str, key: &str| {
+            let line = text.lines().find_map(|line| line.strip_prefix(key).map(str::to_owned));
+            line.map(|line| line.trim_start_matches([' ', '\t', ':']).trim().to_owned())
+        };
+        let kib = value(&read("/proc/meminfo"), "MemTotal").unwrap_or_default();
+        let kib: u64 = kib.split(' ').next().and_then(|kib| kib.parse().ok()).unwrap_or(0);
+        let load = read("/proc/loadavg").split(' ').next().and_then(|load| load.parse().ok());
+        Self {
+            cpu: value(&read("/proc/cpuinfo"), "model name").unwrap_or_else(|| "unknown".into()),
+            cores: thread::available_parallelism().map_or(1, usize::from),
+            memory_gib: kib.div_ceil(1 << 20),
+            load: load.unwrap_or(0.0),
+            debug_build: cfg!(debug_assertions),
+        }
+    }
+}
+
+impl fmt::Display for Machine {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { cpu, cores, memory_gib, load, debug_build } = self;
+        write!(f, "{cpu}, {cores} cores, {memory_gib} GiB, load {load:.1}")?;
+        if *debug_build { f.write_str(", debug build") } else { Ok(()) }
+    }
+}
+
+/// CPU seconds of this process at some moment, in hundredths: good for sums, not for one short run.
+pub(super) struct Spent(f64);
+
+impl Spent {
+    pub(super) fn now() -> Self {
+        let stat = std::fs::read_to_string("/proc/self/stat").unwrap_or_default();
+        // Behind the name, which may contain anything: state is the first field, user time the twelfth.
+        let fields = stat.rsplit(')').next().unwrap_or_default().split_whitespace().skip(11);
+        let ticks = fields.take(2).filter_map(|ticks| ticks.parse::<f64>().ok());
+        // Linux counts in hundredths for everybody, whatever its own clock.
+        Self(ticks.sum::<f64>() / 100.0)
+    }
+
+    /// CPU seconds of this process since then.
+    pub(super) fn own(&self) -> f64 {
+        Self::now().0 - self.0
+    }
+}
+
+/// Says on stderr what goes on, to somebody who sits in front of it.
+pub(super) fn progress(what: impl fmt::Display) {
+    if std::io::stderr().is_terminal() {
+        crate::terminal::note(what);
+    }
+}

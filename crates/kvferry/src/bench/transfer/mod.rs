@@ -1,0 +1,258 @@
+//! The data path as ratios to ceilings that the same run measured with the same memory, on one connection and one
+//! reader. Not for latency, and not for what the control plane adds.
+
+mod ceilings;
+mod world;
+
+use std::{path::PathBuf, process::ExitCode, time::Duration};
+
+use clap::{Args, ValueEnum};
+use comfy_table::{CellAlignment, Table};
+use kvferry_plan::{Blame, CacheShape};
+use kvferry_transport::TransportKind;
+use serde::Serialize;
+
+use super::{
+    chart::{Bar, bars},
+    machine::{Machine, Spent, progress},
+    numbers::{mean, median, ratio},
+    write_svg,
+};
+use crate::{failure::Failure, terminal};
+use ceilings::{FanOut, Loopback};
+use world::{Case, World};
+
+#[derive(Args, Debug)]
+pub(crate) struct TransferBench {
+    /// Print one JSON object (docs/bench.md names its fields)
+    #[arg(long)]
+    json: bool,
+    /// Also draw the ratios into this file
+    #[arg(long, value_name = "FILE")]
+    svg: Option<PathBuf>,
+    /// How much to move
+    #[arg(long, value_enum, default_value_t = Size::Full)]
+    size: Size,
+    /// Interleaved repetitions whose medians are reported
+    #[arg(long, default_value_t = 7, value_parser = clap::value_parser!(u32).range(1..=1000))]
+    rounds: u32,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum Size {
+    /// 1 percent: that it works, not how fast
+    Small,
+    /// 32K latent tokens and 8K tokens of 8 KV heads, 8 layers each
+    Full,
+}
+
+/// One way of one case.
+#[derive(Debug, Serialize)]
+struct Way {
+    transport: String,
+    digests: bool,
+    gb_per_s: f64,
+    cpu_s_per_gb: f64,
+    ceiling: &'static str,
+    ceiling_gb_per_s: f64,
+    ceiling_cpu_s_per_gb: f64,
+    ratio: f64,
+    ratio_lowest: f64,
+    ratio_highest: f64,
+}
+
+#[derive(Debug, Serialize)]
+struct Measured {
+    name: &'static str,
+    what: String,
+    bytes: u64,
+    tokens: u64,
+    chunk_tokens: u64,
+    memcpy_gb_per_s: f64,
+    ways: Vec<Way>,
+}
+
+#[derive(Debug, Serialize)]
+struct Document {
+    version: u32,
+    machine: Machine,
+    size: &'static str,
+    rounds: u32,
+    memory: &'static str,
+    streams: u32,
+    congestion: String,
+    cases: Vec<Measured>,
+}
+
+pub(super) fn run(args: &TransferBench) -> Result<ExitCode, Failure> {
+    let (mut cases, mut congestion) = (Vec::new(), String::new());
+    for make in [latent, heads] {
+        let case = make(args.size)?;
+        let loopback = Loopback::new()?;
+        congestion.clone_from(&loopback.congestion);
+        cases.push(measure(&case, &loopback, args.rounds)?);
+    }
+    let document = Document {
+        version: 1,
+        machine: Machine::here(),
+        size: match args.size {
+            Size::Small => "small",
+            Size::Full => "full",
+        },
+        rounds: args.rounds,
+        memory: "sealed memfd, pre-faulted, mapped in the machine's base pages",
+        streams: 1,
+        congestion,
+        cases,
+    };
+    if let Some(path) = &args.svg {
+        write_svg(path, &draw(&document))?;
+    }
+    if args.json {
+        terminal::line(serde_json::to_string(&document).map_err(|e| Failure::new(Blame::Us, e))?);
+    } else {
+        show(&document);
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Latent rows of 1152 bytes, dense to DCP over four ranks.
+fn latent(size: Size) -> Result<Case, Failure> {
+    let tokens = if size == Size::Full { (32 << 10, 2048) } else { (1024, 256) };
+    let layers = if size == Size::Full { 8 } else { 2 };
+    let what = "bf16 latent rows of 1152 B";
+    Case::new("dcp", what, &CacheShape::mla(layers, 576), ["tp=1,page=64", "tp=4,dcp=4,page=64"], tokens)
+}
+
+/// Key and value rows of 8 heads, cut at other heads.
+fn heads(size: Size) -> Result<Case, Failure> {
+    let tokens = if size == Size::Full { (8 << 10, 2048) } else { (512, 256) };
+    let layers = if size == Size::Full { 8 } else { 2 };
+    let what = "bf16 keys and values, 8 heads of 128";
+    Case::new("heads", what, &CacheShape::gqa(layers, 8, 128), ["tp=2,page=64", "tp=3,page=64"], tokens)
+}
+
+/// Times of one way, one per round.
+#[derive(Default)]
+struct Times {
+    wall: Vec<f64>,
+    cpu: Vec<f64>,
+}
+
+impl Times {
+    fn take(&mut self, run: impl FnOnce() -> Result<Duration, Failure>) -> Result<(), Failure> {
+        let before = Spent::now();
+        let wall = run()?;
+        self.cpu.push(before.own());
+        self.wall.push(wall.as_secs_f64());
+        Ok(())
+    }
+}
+
+fn measure(case: &Case, loopback: &Loopback, rounds: u32) -> Result<Measured, Failure> {
+    let fan_out = FanOut::new(case)?;
+    let mut tcp = World::new(TransportKind::Tcp, case)?;
+    let mut shm = World::new(TransportKind::Shm, case)?;
+    let [mut copy, mut wire, mut sweep] = [Times::default(), Times::default(), Times::default()];
+    let mut subjects: [Times; 4] = Default::default();
+    // The first round warms up: connections grow their windows, and the target's pages become the cache's.
+    for round in 0..=rounds {
+        progress(format_args!("{}: round {round} of {rounds}", case.name));
+        if round == 1 {
+            [&mut copy, &mut wire, &mut sweep].into_iter().for_each(|times| *times = Times::default());
+            subjects = Default::default();
+        }
+        copy.take(|| ceilings::memcpy(case))?;
+        wire.take(|| loopback.run(case))?;
+        subjects[0].take(|| tcp.hand_off(false))?;
+        subjects[1].take(|| tcp.hand_off(true))?;
+        sweep.take(|| fan_out.run())?;
+        subjects[2].take(|| shm.hand_off(false))?;
+        subjects[3].take(|| shm.hand_off(true))?;
+    }
+    let gb = case.bytes.0 as f64 / 1e9;
+    let ways = subjects.iter().enumerate().map(|(i, times)| {
+        let (ceiling, name) =
+            if i < 2 { (&wire, "raw loopback TCP") } else { (&sweep, "one sweep of copies") };
+        let ratios: Vec<f64> = ceiling.wall.iter().zip(&times.wall).map(|(c, t)| c / t).collect();
+        Way {
+            transport: if i < 2 { TransportKind::Tcp } else { TransportKind::Shm }.to_string(),
+            digests: i % 2 == 1,
+            gb_per_s: gb / median(&times.wall),
+            cpu_s_per_gb: mean(&times.cpu) / gb,
+            ceiling: name,
+            ceiling_gb_per_s: gb / median(&ceiling.wall),
+            ceiling_cpu_s_per_gb: mean(&ceiling.cpu) / gb,
+            ratio: median(&ratios),
+            ratio_lowest: ratios.iter().copied().fold(f64::INFINITY, f64::min),
+            ratio_highest: ratios.iter().copied().fold(0.0, f64::max),
+        }
+    });
+    Ok(Measured {
+        name: case.name,
+        what: case.what.clone(),
+        bytes: case.bytes.0,
+        tokens: case.tokens,
+        chunk_tokens: case.chunk,
+        memcpy_gb_per_s: gb / median(&copy.wall),
+        ways: ways.collect(),
+    })
+}
+
+fn show(document: &Document) {
+    let Document { machine, rounds, congestion, .. } = document;
+    terminal::line(machine);
+    terminal::line(format_args!(
+        "{rounds} interleaved rounds; tcp: one stream, {congestion}, both ends here"
+    ));
+    for case in &document.cases {
+        terminal::line(format_args!(
+            "\n{}: {}\n{} tokens in chunks of {}, {:.0} MB; plain memcpy {:.2} GB/s",
+            case.name,
+            case.what,
+            case.tokens,
+            case.chunk_tokens,
+            case.bytes as f64 / 1e6,
+            case.memcpy_gb_per_s
+        ));
+        let mut table = Table::new();
+        table.set_header(["", "digests", "GB/s", "CPU s/GB", "ceiling", "GB/s", "CPU s/GB", "ratio"]);
+        for way in &case.ways {
+            table.add_row([
+                way.transport.clone(),
+                if way.digests { "on" } else { "off" }.to_owned(),
+                format!("{:.2}", way.gb_per_s),
+                format!("{:.2}", way.cpu_s_per_gb),
+                way.ceiling.to_owned(),
+                format!("{:.2}", way.ceiling_gb_per_s),
+                format!("{:.2}", way.ceiling_cpu_s_per_gb),
+                ratio(way.ratio, way.ratio_lowest, way.ratio_highest),
+            ]);
+        }
+        for (i, column) in table.column_iter_mut().enumerate() {
+            if !matches!(i, 0 | 4) {
+                column.set_cell_alignment(CellAlignment::Right);
+            }
+        }
+        terminal::line(table);
+    }
+}
+
+fn draw(document: &Document) -> String {
+    let bar = |case: &Measured, way: &Way| Bar {
+        label: format!(
+            "{}, {}, {}",
+            case.name,
+            way.transport,
+            if way.digests { "digests" } else { "no digests" }
+        ),
+        value: way.ratio,
+        low: way.ratio_lowest,
+        high: way.ratio_highest,
+        group: usize::from(way.digests),
+    };
+    let all: Vec<_> =
+        document.cases.iter().flat_map(|case| case.ways.iter().map(move |way| bar(case, way))).collect();
+    let note = format!("{}; medians of {} rounds", document.machine, document.rounds);
+    bars("kvferry bench transfer: part of the ceiling that is reached", &note, &all)
+}

@@ -1,0 +1,92 @@
+//! The benchmarks at a size that says only that they work.
+
+#![allow(clippy::unwrap_used, clippy::panic)]
+
+mod common;
+
+use common::kvferry;
+
+/// Both cases over both transports, with all fields that docs/bench.md names.
+#[test]
+fn transfer() {
+    let folder = tempfile::tempdir().unwrap();
+    let svg = folder.path().join("transfer.svg");
+    let at = svg.to_str().unwrap();
+    let run = kvferry(&["bench", "transfer", "--size", "small", "--rounds", "1", "--json", "--svg", at]);
+    assert_eq!(run.code, Some(0), "{}", run.all());
+    let json = run.json();
+    assert_eq!(json["version"], 1);
+    assert_eq!((&json["size"], &json["rounds"], &json["streams"]), (&"small".into(), &1.into(), &1.into()));
+    for field in ["cpu", "cores", "memory_gib", "load", "debug_build"] {
+        assert!(!json["machine"][field].is_null(), "machine.{field}: {json:#}");
+    }
+    assert!(json["congestion"].is_string() && json["memory"].is_string(), "{json:#}");
+    let cases = json["cases"].as_array().unwrap();
+    let names: Vec<_> = cases.iter().map(|case| case["name"].as_str().unwrap()).collect();
+    assert_eq!(names, ["dcp", "heads"]);
+    for case in cases {
+        // Two layers of latent rows, or of 8 key and 8 value heads of 128 elements, two bytes each.
+        let row = if case["name"] == "dcp" { 2 * 1152 } else { 2 * 4096 };
+        assert_eq!(case["bytes"].as_u64().unwrap(), row * case["tokens"].as_u64().unwrap(), "{case:#}");
+        assert!(case["what"].is_string() && case["chunk_tokens"].is_u64(), "{case:#}");
+        assert!(case["memcpy_gb_per_s"].as_f64().unwrap() > 0.0, "{case:#}");
+        let ways = case["ways"].as_array().unwrap();
+        let names: Vec<_> = ways
+            .iter()
+            .map(|way| (way["transport"].as_str().unwrap(), way["digests"].as_bool().unwrap()))
+            .collect();
+        assert_eq!(names, [("tcp", false), ("tcp", true), ("shm", false), ("shm", true)]);
+        for way in ways {
+            for field in ["gb_per_s", "ceiling_gb_per_s", "ratio", "ratio_lowest", "ratio_highest"] {
+                assert!(way[field].as_f64().unwrap() > 0.0, "{field}: {way:#}");
+            }
+            for field in ["cpu_s_per_gb", "ceiling_cpu_s_per_gb"] {
+                assert!(way[field].as_f64().unwrap() >= 0.0, "{field}: {way:#}");
+            }
+            assert!(way["ceiling"].is_string(), "{way:#}");
+        }
+    }
+    let drawn = std::fs::read_to_string(&svg).unwrap();
+    assert!(drawn.starts_with("<svg") && drawn.ends_with("</svg>\n"), "{drawn}");
+    assert_eq!(drawn.matches("<rect").count(), 1 + 8, "{drawn}");
+}
+
+#[test]
+fn a_picture_that_cannot_be_written() {
+    let run =
+        kvferry(&["bench", "transfer", "--size", "small", "--rounds", "1", "--svg", "/no/such/folder/x.svg"]);
+    assert_eq!(run.code, Some(2), "{}", run.all());
+    assert!(run.stderr.contains("/no/such/folder/x.svg"), "{}", run.all());
+}
+
+/// Without llama.cpp, which the command says.
+#[test]
+fn engine() {
+    let args = ["bench", "engine", "--model", "embedded:llama_tiny", "--prompt", "40", "--decode", "4"];
+    let run = kvferry(&[&args[..], &["--rounds", "1", "--json"]].concat());
+    assert_eq!(run.code, Some(0), "{}", run.all());
+    let json = run.json();
+    assert_eq!(
+        (&json["version"], &json["prompt_tokens"], &json["decode_tokens"]),
+        (&1.into(), &40.into(), &4.into())
+    );
+    assert_eq!(json["model"], "embedded:llama_tiny");
+    let names: Vec<_> = json["rows"].as_array().unwrap().iter().map(|row| &row["engine"]).collect();
+    assert_eq!(names, ["kvferry fast", "kvferry canonical"]);
+    for row in json["rows"].as_array().unwrap() {
+        assert!(row["prefill_per_cpu_s"].as_f64().unwrap() > 0.0, "{row:#}");
+        assert!(row["decode_per_cpu_s"].as_f64().unwrap() > 0.0, "{row:#}");
+        assert!(row["prefill_ratio"].is_null() && row["decode_ratio"].is_null(), "{row:#}");
+    }
+    assert!(json["llama_cpp_missing"].as_str().unwrap().contains("npm i"), "{json:#}");
+}
+
+/// A folder without the package is an error that names the command which fills it.
+#[test]
+fn llama_cpp_that_is_not_there() {
+    let folder = tempfile::tempdir().unwrap();
+    let at = folder.path().to_str().unwrap();
+    let run = kvferry(&["bench", "engine", "--model", "embedded:llama_tiny", "--llama-cpp", at]);
+    assert_eq!(run.code, Some(2), "{}", run.all());
+    assert!(run.stderr.contains(at) && run.stderr.contains("npm i"), "{}", run.all());
+}
