@@ -90,3 +90,49 @@ fn llama_cpp_that_is_not_there() {
     assert_eq!(run.code, Some(2), "{}", run.all());
     assert!(run.stderr.contains(at) && run.stderr.contains("npm i"), "{}", run.all());
 }
+
+/// A pair behind a router and one process alone, with real processes.
+#[test]
+fn serve() {
+    let run = kvferry(&["bench", "serve", "--model", "embedded:llama_tiny", "--quick", "--json"]);
+    assert_eq!(run.code, Some(0), "{}", run.all());
+    let json = run.json();
+    assert_eq!(
+        (&json["version"], &json["max_tokens"], &json["transport"]),
+        (&1.into(), &4.into(), &"shm".into())
+    );
+    let cells = json["cells"].as_array().unwrap();
+    let names: Vec<_> = cells
+        .iter()
+        .map(|c| (c["prompt_tokens"].as_u64().unwrap(), c["concurrency"].as_u64().unwrap()))
+        .collect();
+    assert_eq!(names, [(16, 1), (16, 2), (48, 1), (48, 2)]);
+    for cell in cells {
+        for side in ["pd", "mono"] {
+            for field in ["ttft_ms", "per_token_ms", "tokens_per_s"] {
+                assert!(cell[side][field].as_f64().unwrap() > 0.0, "{side}.{field}: {cell:#}");
+            }
+        }
+        for field in
+            ["ttft_ratio", "ttft_ratio_lowest", "ttft_ratio_highest", "per_token_ratio", "throughput_ratio"]
+        {
+            assert!(cell[field].as_f64().unwrap() > 0.0, "{field}: {cell:#}");
+        }
+        assert_eq!(cell["rounds"], 1);
+        assert!(cell["exposed_ms"].is_null() || cell["exposed_ms"].as_f64().unwrap() >= 0.0, "{cell:#}");
+    }
+    assert_eq!(json["left_out"].as_array().unwrap().len(), 0);
+}
+
+/// What would not fit this machine's patience is named.
+#[test]
+fn cells_that_are_left_out() {
+    let args =
+        ["bench", "serve", "--model", "embedded:llama_tiny", "--prompts", "200", "--concurrency", "1,96"];
+    let run = kvferry(&[&args[..], &["--max-tokens", "2", "--rounds", "1", "--json"]].concat());
+    assert_eq!(run.code, Some(0), "{}", run.all());
+    let json = run.json();
+    assert_eq!(json["cells"].as_array().unwrap().len(), 1);
+    assert_eq!(json["left_out"][0]["concurrency"], 96);
+    assert!(json["left_out"][0]["because"].as_str().unwrap().contains("16384"), "{json:#}");
+}

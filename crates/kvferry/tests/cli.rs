@@ -22,6 +22,8 @@ fn help() {
     insta::assert_snapshot!("help_up", said(&["up", "--help"]));
     insta::assert_snapshot!("help_plan", said(&["plan", "--help"]));
     insta::assert_snapshot!("help_bench_transfer", said(&["bench", "transfer", "--help"]));
+    insta::assert_snapshot!("help_bench_engine", said(&["bench", "engine", "--help"]));
+    insta::assert_snapshot!("help_bench_serve", said(&["bench", "serve", "--help"]));
     insta::assert_snapshot!("help_bench_plan", said(&["bench", "plan", "--help"]));
     insta::assert_snapshot!("help_model", said(&["model", "--help"]));
     insta::assert_snapshot!("help_model_pull", said(&["model", "pull", "--help"]));

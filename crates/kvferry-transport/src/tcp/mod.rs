@@ -1,5 +1,6 @@
 //! TCP: the source gathers rows into frames and pushes them, the target checks each frame against its grant and
-//! lands it.
+//! lands it: long runs are received straight into the pool, short ones through a buffer. The frames of a job take turns
+//! between its legs, so that the source reads its pages once.
 //!
 //! One stream per link. Frames say everything about themselves and a leg's state belongs to the connection that
 //! brings it, so a link may later deal its legs to several streams without a change of the wire.

@@ -5,6 +5,7 @@ mod engine;
 mod machine;
 mod numbers;
 mod plan;
+mod serve;
 mod transfer;
 
 use std::{path::Path, process::ExitCode};
@@ -33,6 +34,12 @@ pub(crate) enum BenchCommand {
     /// One rank, GQA, one request. llama.cpp is measured on one thread through a prebuilt library; the last line says how
     /// to get it when it is not there.
     Engine(engine::EngineBench),
+    /// What an application feels: prefill and decode behind a router, beside one process that does both
+    ///
+    /// Starts both on this machine and asks them in turns: time to the first token, time per further token, throughput,
+    /// and the part of the hand-off that prefill does not hide. Cells with more than 16384 prompt tokens in flight are
+    /// left out, and named.
+    Serve(serve::ServeBench),
 }
 
 #[derive(Args, Debug)]
@@ -46,6 +53,7 @@ pub(crate) fn run(command: &BenchCommand, runtime: &Runtime) -> Result<ExitCode,
     match command {
         BenchCommand::Plan(args) => plan::run(args),
         BenchCommand::Engine(args) => engine::run(args, runtime),
+        BenchCommand::Serve(args) => serve::run(args, runtime),
         BenchCommand::Transfer(args) => transfer::run(args),
     }
 }

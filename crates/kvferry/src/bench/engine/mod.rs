@@ -6,7 +6,7 @@ mod llama;
 use std::{path::PathBuf, process::ExitCode, sync::Arc};
 
 use clap::Args;
-use comfy_table::{CellAlignment, Table};
+use comfy_table::CellAlignment;
 use kvferry_engine::{
     Attention, Engine, EngineConfig, Event, LoadOptions, Model, NoHandOff, Request, math::Arith,
 };
@@ -174,7 +174,7 @@ fn show(document: &Document) {
     terminal::line(format_args!(
         "{model}: prefill of {prompt_tokens}, decode of {decode_tokens}, {rounds} interleaved rounds"
     ));
-    let mut table = Table::new();
+    let mut table = terminal::table();
     table.set_header(["tokens per CPU-second", "prefill", "decode", "of llama.cpp"]);
     for row in &document.rows {
         let ratio = row.prefill_ratio.zip(row.decode_ratio);

@@ -7,7 +7,7 @@ mod world;
 use std::{path::PathBuf, process::ExitCode, time::Duration};
 
 use clap::{Args, ValueEnum};
-use comfy_table::{CellAlignment, Table};
+use comfy_table::CellAlignment;
 use kvferry_plan::{Blame, CacheShape};
 use kvferry_transport::TransportKind;
 use serde::Serialize;
@@ -215,7 +215,7 @@ fn show(document: &Document) {
             case.bytes as f64 / 1e6,
             case.memcpy_gb_per_s
         ));
-        let mut table = Table::new();
+        let mut table = terminal::table();
         table.set_header(["", "digests", "GB/s", "CPU s/GB", "ceiling", "GB/s", "CPU s/GB", "ratio"]);
         for way in &case.ways {
             table.add_row([
