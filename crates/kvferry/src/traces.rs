@@ -19,18 +19,13 @@ pub(crate) struct Traces {
     exporter: Option<Arc<otel::Exporter>>,
 }
 
-impl Traces {
-    /// Who collects spans, if anybody does.
-    pub(crate) fn sink(&self) -> Option<Arc<dyn TraceSink>> {
-        #[cfg(feature = "otel")]
-        return self.exporter.clone().map(|exporter| exporter as Arc<dyn TraceSink>);
-        #[cfg(not(feature = "otel"))]
-        None
-    }
-}
-
 #[cfg(not(feature = "otel"))]
 impl Traces {
+    /// Who collects spans: nobody.
+    pub(crate) fn sink(&self) -> Option<Arc<dyn TraceSink>> {
+        None
+    }
+
     /// Says so when a collector is wanted that this binary cannot reach.
     pub(crate) fn from_env(_instance: &str) -> Self {
         if wanted() {
@@ -48,6 +43,11 @@ impl Traces {
 
 #[cfg(feature = "otel")]
 impl Traces {
+    /// Who collects spans, if anybody does.
+    pub(crate) fn sink(&self) -> Option<Arc<dyn TraceSink>> {
+        self.exporter.clone().map(|exporter| exporter as Arc<dyn TraceSink>)
+    }
+
     /// Connects to the collector that the environment names, if it names one.
     pub(crate) fn from_env(instance: &str) -> Self {
         let exporter = wanted().then(|| otel::Exporter::new(instance)).transpose();
