@@ -109,15 +109,16 @@ fn serve() {
     assert_eq!(names, [(16, 1), (16, 2), (48, 1), (48, 2)]);
     for cell in cells {
         for side in ["pd", "mono"] {
-            for field in ["ttft_ms", "per_token_ms", "tokens_per_s"] {
+            for field in ["ttft_ms", "tokens_per_s"] {
                 assert!(cell[side][field].as_f64().unwrap() > 0.0, "{side}.{field}: {cell:#}");
             }
+            // Tokens may come together, so that nothing lies between the first and the last.
+            assert!(cell[side]["per_token_ms"].as_f64().unwrap() >= 0.0, "{cell:#}");
         }
-        for field in
-            ["ttft_ratio", "ttft_ratio_lowest", "ttft_ratio_highest", "per_token_ratio", "throughput_ratio"]
-        {
+        for field in ["ttft_ratio", "ttft_ratio_lowest", "ttft_ratio_highest", "throughput_ratio"] {
             assert!(cell[field].as_f64().unwrap() > 0.0, "{field}: {cell:#}");
         }
+        assert!(cell.get("per_token_ratio").is_some(), "{cell:#}");
         assert_eq!(cell["rounds"], 1);
         assert!(cell["exposed_ms"].is_null() || cell["exposed_ms"].as_f64().unwrap() >= 0.0, "{cell:#}");
     }
