@@ -61,7 +61,8 @@ impl Child {
         let mut command = Command::new(program);
         // It is told everything on its command line: what the environment says was for this process.
         for (name, _) in std::env::vars_os() {
-            if name.to_string_lossy().starts_with("KVFERRY_") && name != "KVFERRY_LOG" {
+            let log = name == "KVFERRY_LOG" || name == "KVFERRY_LOG_FORMAT";
+            if name.to_string_lossy().starts_with("KVFERRY_") && !log {
                 command.env_remove(name);
             }
         }

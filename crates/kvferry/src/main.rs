@@ -16,7 +16,7 @@ mod terminal;
 mod traces;
 mod up;
 
-use std::{process::ExitCode, time::Duration};
+use std::{io::IsTerminal, process::ExitCode, time::Duration};
 
 use kvferry_plan::Blame;
 use tracing_subscriber::EnvFilter;
@@ -48,7 +48,10 @@ fn main() -> ExitCode {
 /// Logs to stderr: what KVFERRY_LOG asks for, as text, or as JSON lines if KVFERRY_LOG_FORMAT says so.
 fn log() {
     let filter = EnvFilter::try_from_env("KVFERRY_LOG").unwrap_or_else(|_| EnvFilter::new("warn"));
-    let log = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr);
+    let log = tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_writer(std::io::stderr)
+        .with_ansi(std::io::stderr().is_terminal());
     if std::env::var_os("KVFERRY_LOG_FORMAT").is_some_and(|format| format == "json") {
         log.json().flatten_event(true).init();
     } else {

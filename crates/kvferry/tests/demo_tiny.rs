@@ -50,6 +50,22 @@ fn the_json_object_has_what_is_promised() {
     assert_eq!(report["cache"]["bytes"], transfer["bytes"]);
 }
 
+/// The README's command: children log as this process was asked to.
+#[test]
+fn the_log_is_one_line_of_json_for_each_room() {
+    let mut command = command(&[&TINY[..], &["--max-tokens", "3", "--ignore-eos"]].concat());
+    let run = finish(
+        command.env("KVFERRY_LOG", "kvferry::room=info").env("KVFERRY_LOG_FORMAT", "json").output().unwrap(),
+    );
+    assert_proven(&run);
+    let lines: Vec<Value> = run.stderr.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    assert_eq!(lines.len(), 2, "{}", run.stderr);
+    for line in &lines {
+        assert_eq!(line["outcome"], "completed", "{line:#}");
+    }
+    assert_eq!(lines[0]["room"], lines[1]["room"], "{}", run.stderr);
+}
+
 #[test]
 fn short_prompts_and_page_edges_in_one_cluster() {
     let folder = tempfile::tempdir().unwrap();

@@ -4,7 +4,7 @@
 mod machine;
 mod tools;
 
-use std::process::ExitCode;
+use std::{io::IsTerminal, process::ExitCode};
 
 use clap::Args;
 use serde::Serialize;
@@ -65,6 +65,9 @@ struct Report {
 
 /// Looks at everything.
 pub(crate) async fn run(args: DoctorArgs) -> Result<ExitCode, Failure> {
+    if !args.offline && std::io::stderr().is_terminal() {
+        terminal::note("asking the package index; a few seconds ...");
+    }
     let mut findings = machine::look();
     findings.extend(tools::look(args.offline).await);
     let ready = findings.iter().all(|finding| finding.state != State::Missing);
