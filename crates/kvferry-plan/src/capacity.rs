@@ -90,16 +90,18 @@ impl Capacity {
         let never =
             |limit, (because, remedy)| Fit::Never(Limit { tokens: prompt_tokens, limit, because, remedy });
         // The model has to place a token after the prompt, whoever computes it.
-        let longest = self.max_model_len.saturating_sub(1);
-        if prompt_tokens > longest {
-            return never(longest, self.length_limit());
-        }
+        let placed = self.max_model_len.saturating_sub(1);
         let longest = match hold {
             Hold::Prompt => pool,
             Hold::Continue | Hold::Whole => pool.saturating_sub(1),
         };
-        if prompt_tokens > longest {
-            return never(longest, self.pool_limit(pool));
+        // The narrower of two limits: who shortens the prompt to it is not refused again.
+        if prompt_tokens > placed.min(longest) {
+            return if longest < placed {
+                never(longest, self.pool_limit(pool))
+            } else {
+                never(placed, self.length_limit())
+            };
         }
         let (tokens, max_tokens) = match hold {
             Hold::Prompt => (prompt_tokens, max_tokens),

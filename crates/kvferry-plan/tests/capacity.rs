@@ -73,7 +73,7 @@ proptest! {
             }
             (Fit::Never(limit), None) => {
                 prop_assert!(limit.tokens == prompt && limit.limit < prompt, "{limit}");
-                prop_assert!(limit.limit >= capacity.longest(hold));
+                prop_assert_eq!(limit.limit, capacity.longest(hold));
             }
             _ => prop_assert!(false, "{fit:?}, but {best:?}"),
         }

@@ -96,7 +96,7 @@ impl Pairs {
             tracing::debug!(%key, prefill = %seats[0].instance, decode = %seats[1].instance, "room");
             let problem = match self.first(chosen, &job, key).await {
                 Ok(answer) => return Ok(answer),
-                Err(problem) => problem,
+                Err(problem) => vanished(&seats[0].instance, problem),
             };
             doubt(&seats, &problem);
             attempt += 1;
@@ -239,6 +239,17 @@ fn doubt(seats: &[Arc<Seat>; 2], problem: &Problem) {
     }
 }
 
+/// Decode does not find the prefill instance that was chosen here: it has gone since. That is not the client's mistake,
+/// and not decode's fault.
+fn vanished(prefill: &InstanceId, problem: Problem) -> Problem {
+    match (problem.reach, problem.stage, problem.blame) {
+        (Reach::Answered, Stage::Lookup, Blame::Caller) => {
+            Problem { blame: Blame::Environment, instance: Some(prefill.clone()), status: None, ..problem }
+        }
+        _ => problem,
+    }
+}
+
 /// Whether another pair may be asked instead: the instance was not reached, takes no more for now, or does not find the
 /// other one.
 fn nothing_begun(problem: &Problem) -> bool {
@@ -246,7 +257,7 @@ fn nothing_begun(problem: &Problem) -> bool {
         (problem.reach, problem.stage, problem.blame),
         (Reach::Refused, ..)
             | (Reach::Answered, Stage::Admission, Blame::Environment)
-            | (Reach::Answered, Stage::Lookup, Blame::Caller | Blame::Environment)
+            | (Reach::Answered, Stage::Lookup, Blame::Environment)
     )
 }
 

@@ -144,6 +144,8 @@ fn start(args: &EngineBench, located: &Located, arith: Arith) -> Result<(Engine,
     let vocab = u32::try_from(model.config().vocab).unwrap_or(u32::MAX);
     let config = EngineConfig {
         pool_tokens: u64::from(args.prompt) + u64::from(args.decode) + 1,
+        // Every round has to compute the same prompt again.
+        prefix_cache: false,
         ..EngineConfig::default()
     };
     Ok((Engine::start(model, &config, Arc::new(NoHandOff))?, vocab))
