@@ -1,6 +1,5 @@
-//! Spans reach an OpenTelemetry collector, over OTLP/HTTP as the standard's variables say. Needs the feature `otel`.
+//! Spans reach an OpenTelemetry collector, over OTLP/HTTP as the standard's variables say. Built only with the feature `otel`.
 
-#![cfg(feature = "otel")]
 #![allow(clippy::unwrap_used, clippy::panic)]
 
 mod common;

@@ -5,11 +5,11 @@
 mod common;
 
 use std::{
-    io::{BufRead, BufReader, Read},
+    io::Read,
     process::{Child, Command, Stdio},
 };
 
-use common::{command, kvferry, wait_until};
+use common::{command, kvferry, ready, wait_until};
 use serde_json::{Value, json};
 
 const EXAMPLE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/up.toml");
@@ -26,12 +26,8 @@ impl Up {
             .stderr(Stdio::piped())
             .spawn()
             .unwrap();
-        let mut line = String::new();
-        BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
-        if line.is_empty() {
-            panic!("{}", std::io::read_to_string(child.stderr.take().unwrap()).unwrap());
-        }
-        Self { child, ready: serde_json::from_str(&line).unwrap() }
+        let ready = ready(&mut child);
+        Self { child, ready }
     }
 
     fn pid(&self, instance: &str) -> String {

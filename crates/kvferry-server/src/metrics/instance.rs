@@ -170,13 +170,7 @@ impl InstanceMetrics {
                  jobs, connections, links",
                 Family::default(),
             ),
-            process: all.add(
-                "process_holds",
-                None,
-                "kind",
-                "What the process holds: descriptors, sockets (some of them), threads",
-                Family::default(),
-            ),
+            process: ProcessCounts::gauges(&mut all),
             catalogue: all,
         };
         // A series that is there from the start, at 0, is one whose first count is seen.
@@ -288,6 +282,12 @@ pub(crate) fn whole(count: u64) -> i64 {
 }
 
 impl ProcessCounts {
+    /// The gauges of a process, which every kind of process has.
+    pub(crate) fn gauges(all: &mut Catalogue) -> Family<KindLabels, Gauge> {
+        let help = "What the process holds: descriptors, sockets (some of them), threads";
+        all.add("process_holds", None, "kind", help, Family::default())
+    }
+
     /// Sets the gauges of a process.
     pub(crate) fn show(self, process: &Family<KindLabels, Gauge>) {
         let counts =

@@ -33,13 +33,7 @@ impl RegistryMetrics {
                 "Instances: whole, or partial while ranks are missing",
                 Family::default(),
             ),
-            process: all.add(
-                "process_holds",
-                None,
-                "kind",
-                "What the process holds: descriptors, sockets (some of them), threads",
-                Family::default(),
-            ),
+            process: ProcessCounts::gauges(&mut all),
             catalogue: all,
         }
     }

@@ -12,9 +12,10 @@ use std::{path::Path, process::ExitCode};
 
 use clap::{Args, Subcommand};
 use kvferry_plan::Blame;
+use serde::Serialize;
 use tokio::runtime::Runtime;
 
-use crate::failure::Failure;
+use crate::{failure::Failure, terminal};
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum BenchCommand {
@@ -56,6 +57,16 @@ pub(crate) fn run(command: &BenchCommand, runtime: &Runtime) -> Result<ExitCode,
         BenchCommand::Serve(args) => serve::run(args, runtime),
         BenchCommand::Transfer(args) => transfer::run(args),
     }
+}
+
+/// Prints what was measured: one JSON object, or as `show` does for people.
+fn print<T: Serialize>(document: &T, json: bool, show: impl FnOnce(&T)) -> Result<(), Failure> {
+    if json {
+        terminal::line(serde_json::to_string(document).map_err(|e| Failure::new(Blame::Us, e))?);
+    } else {
+        show(document);
+    }
+    Ok(())
 }
 
 fn write_svg(path: &Path, svg: &str) -> Result<(), Failure> {

@@ -2,7 +2,7 @@
 
 use std::{hint::black_box, process::ExitCode, time::Duration};
 
-use comfy_table::{CellAlignment, Table};
+use comfy_table::CellAlignment;
 use kvferry_plan::{
     Accepted, Assembly, Blame, CacheShape, Dtype, End, PageId, PageTable, Pair, Placement, RankId, Run,
     TokenMap, TokenRange,
@@ -11,7 +11,7 @@ use rustix::time::{ClockId, clock_gettime};
 use serde::Serialize;
 use sha2::{Digest, Sha256};
 
-use super::PlanBench;
+use super::{PlanBench, print};
 use crate::{failure::Failure, terminal};
 
 const RANKS: u32 = 4;
@@ -63,28 +63,27 @@ struct Document {
 
 pub(super) fn run(args: &PlanBench) -> Result<ExitCode, Failure> {
     let inputs = INPUTS.iter().map(measure).collect::<Result<Vec<_>, _>>()?;
-    if args.json {
-        let text = serde_json::to_string(&Document { inputs }).map_err(|e| Failure::new(Blame::Us, e))?;
-        terminal::line(text);
-    } else {
-        let mut table = Table::new();
-        table.set_header(["input", "tokens", "runs", "plan µs", "coverage µs", "sha256 of rows"]);
-        for m in inputs {
-            table.add_row([
-                m.input.to_owned(),
-                m.tokens.to_string(),
-                m.runs.to_string(),
-                format!("{:.1}", m.plan_us),
-                format!("{:.1}", m.coverage_us),
-                format!("{}… as recorded", m.sha256.get(..16).unwrap_or_default()),
-            ]);
-        }
-        for column in table.column_iter_mut() {
-            column.set_cell_alignment(CellAlignment::Right);
-        }
-        terminal::line(table);
-    }
+    print(&Document { inputs }, args.json, show)?;
     Ok(ExitCode::SUCCESS)
+}
+
+fn show(document: &Document) {
+    let mut table = terminal::table();
+    table.set_header(["input", "tokens", "runs", "plan µs", "coverage µs", "rows"]);
+    for m in &document.inputs {
+        table.add_row([
+            m.input.to_owned(),
+            m.tokens.to_string(),
+            m.runs.to_string(),
+            format!("{:.1}", m.plan_us),
+            format!("{:.1}", m.coverage_us),
+            "as recorded".to_owned(),
+        ]);
+    }
+    for column in table.column_iter_mut().skip(1) {
+        column.set_cell_alignment(CellAlignment::Right);
+    }
+    terminal::line(table);
 }
 
 fn measure(input: &Input) -> Result<Measured, Failure> {

@@ -104,16 +104,7 @@ impl Server {
             .stderr(Stdio::piped())
             .spawn()
             .unwrap();
-        let mut line = String::new();
-        BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
-        if line.is_empty() {
-            panic!(
-                "{args:?} did not start: {}",
-                std::io::read_to_string(child.stderr.take().unwrap()).unwrap()
-            );
-        }
-        let ready: Value = serde_json::from_str(&line).unwrap_or_else(|e| panic!("{line:?}: {e}"));
-        assert_eq!(ready["ready"], true);
+        let ready = ready(&mut child);
         let text = |key: &str| ready[key].as_str().unwrap().to_owned();
         Self { child, url: text("http"), instance: text("instance") }
     }
@@ -133,6 +124,18 @@ impl Drop for Server {
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
+}
+
+/// The line that a process prints once it serves; its standard output and error have to be pipes.
+pub(crate) fn ready(child: &mut Child) -> Value {
+    let mut line = String::new();
+    BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
+    if line.is_empty() {
+        panic!("it did not start: {}", std::io::read_to_string(child.stderr.take().unwrap()).unwrap());
+    }
+    let ready: Value = serde_json::from_str(&line).unwrap_or_else(|e| panic!("{line:?}: {e}"));
+    assert_eq!(ready["ready"], true);
+    ready
 }
 
 /// Waits for a condition, not for a time.

@@ -17,6 +17,7 @@ use tokio::runtime::Runtime;
 use super::{
     machine::{Machine, Spent, progress},
     numbers::median,
+    print,
 };
 use crate::{
     failure::Failure,
@@ -130,11 +131,7 @@ pub(super) fn run(args: &EngineBench, runtime: &Runtime) -> Result<ExitCode, Fai
         rows,
         llama_cpp_missing: missing,
     };
-    if args.json {
-        terminal::line(serde_json::to_string(&document).map_err(|e| Failure::new(Blame::Us, e))?);
-    } else {
-        show(&document);
-    }
+    print(&document, args.json, show)?;
     Ok(ExitCode::SUCCESS)
 }
 

@@ -17,7 +17,7 @@ use super::{
     chart::{Bar, bars},
     machine::{Machine, progress},
     numbers::{median, ratio},
-    write_svg,
+    print, write_svg,
 };
 use crate::{
     args::TransportArg,
@@ -111,11 +111,7 @@ pub(super) fn run(args: &ServeBench, runtime: &Runtime) -> Result<ExitCode, Fail
     if let Some(path) = &args.svg {
         write_svg(path, &draw(&document))?;
     }
-    if args.json {
-        terminal::line(serde_json::to_string(&document).map_err(|e| Failure::new(Blame::Us, e))?);
-    } else {
-        show(&document);
-    }
+    print(&document, args.json, show)?;
     Ok(ExitCode::SUCCESS)
 }
 

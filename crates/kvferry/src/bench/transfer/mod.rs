@@ -16,7 +16,7 @@ use super::{
     chart::{Bar, bars},
     machine::{Machine, Spent, progress},
     numbers::{mean, median, ratio},
-    write_svg,
+    print, write_svg,
 };
 use crate::{failure::Failure, terminal};
 use ceilings::{FanOut, Loopback};
@@ -108,11 +108,7 @@ pub(super) fn run(args: &TransferBench) -> Result<ExitCode, Failure> {
     if let Some(path) = &args.svg {
         write_svg(path, &draw(&document))?;
     }
-    if args.json {
-        terminal::line(serde_json::to_string(&document).map_err(|e| Failure::new(Blame::Us, e))?);
-    } else {
-        show(&document);
-    }
+    print(&document, args.json, show)?;
     Ok(ExitCode::SUCCESS)
 }
 
