@@ -21,7 +21,7 @@ pub enum EngineError {
     NeverFits(#[from] Limit),
     /// As many requests wait as may.
     #[error(
-        "{limit} requests wait here already, and no more may (max-queued); try again later or ask another instance"
+        "{limit} requests wait here already, and no more may (--max-queued); try again later or ask another instance"
     )]
     QueueFull {
         /// Most requests that wait.

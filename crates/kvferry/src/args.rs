@@ -2,7 +2,9 @@
 
 use std::{ffi::OsString, net::SocketAddr, path::PathBuf};
 
-use clap::{Args, CommandFactory, FromArgMatches, Parser, Subcommand, ValueEnum};
+use clap::{
+    ArgMatches, Args, CommandFactory, FromArgMatches, Parser, Subcommand, ValueEnum, error::ErrorKind,
+};
 use kvferry_engine::{Attention, EngineConfig, math::Arith};
 use kvferry_plan::{Dtype, LayerSplit, LayoutSpec};
 use kvferry_registry::check_instance;
@@ -11,11 +13,31 @@ use kvferry_transport::{Inject, TransportKind};
 
 use crate::{
     bench::BenchCommand, doctor::DoctorArgs, failure::Failure, model::ModelRef, plan::PlanArgs, settings,
+    terminal,
 };
 
+/// Pool of an instance that was not told how large it should be.
+const POOL_TOKENS: u64 = 8192;
+
+const AFTER_HELP: &str = "\
+Exit status:
+  0  done; what was asked holds
+  1  it failed, or what was asked does not hold
+  2  the command has to be changed: wrong options, files or values
+
+Environment:
+  KVFERRY_LOG         What is logged, for example `info`, `kvferry_node=debug`
+                      or `kvferry::room=info` (a line for each request); the
+                      default is `warn`
+  KVFERRY_LOG_FORMAT  `json` makes each line of the log a JSON object
+  KVFERRY_MODEL_URL   Where `smollm2` is fetched first: http, https or file
+  NO_COLOR            Anything in it: no colours on terminals either";
+
 /// Moves the KV cache of language models between instances with different parallel layouts: exactly, quickly, safely
+///
+/// Begin with `kvferry demo`. Results go to standard output, logs and progress to standard error.
 #[derive(Debug, Parser)]
-#[command(version, max_term_width = 110, disable_help_subcommand = true)]
+#[command(version, max_term_width = terminal::WIDTH, disable_help_subcommand = true, after_help = AFTER_HELP)]
 pub(crate) struct Cli {
     #[command(subcommand)]
     pub(crate) command: Command,
@@ -49,14 +71,16 @@ pub(crate) enum Command {
     /// Run one process: a registry, a prefill or decode instance, a router, or a whole model behind an API
     ///
     /// Prints one line of JSON when it is ready, with the URL of its HTTP port (/health, /ready, /metrics, /debug/ledger). Drains and
-    /// exits on SIGTERM or SIGINT. KVFERRY_LOG sets what is logged, for example to `kvferry::room=info` (a line for each
-    /// request) or `kvferry_node=debug`; KVFERRY_LOG_FORMAT=json makes the lines JSON objects.
+    /// exits on SIGTERM or SIGINT. Each option can also be given in the environment (KVFERRY_POOL_TOKENS for --pool-tokens)
+    /// or in FILE.toml (`pool-tokens = 4096`); the command line counts before the environment, and the environment
+    /// before the file.
     Serve(Box<ServeArgs>),
     /// Run a cluster on this machine behind an OpenAI-compatible API
     ///
     /// Starts a registry, prefill and decode instances and a router, each in its own process, waits until they serve, and
     /// prints a request to copy. Ctrl-C ends all in order: the router first, then the instances, each after what it has
-    /// under way. An instance that dies is started again. Each option can also be given in the environment
+    /// under way. A process that dies is started again, at most five times in a row; when that does not help, the whole
+    /// cluster ends with status 1 and says why. Each option can also be given in the environment
     /// (KVFERRY_POOL_TOKENS for --pool-tokens) or in FILE.toml (`pool-tokens = 4096`); the command line counts before
     /// the environment, and the environment before the file.
     Up(Box<UpArgs>),
@@ -83,7 +107,7 @@ pub(crate) enum ModelCommand {
     },
 }
 
-/// What demo and serve have in common.
+/// What every engine can be told: one of the demo, of `serve` and of `up`.
 #[derive(Args, Clone, Debug)]
 pub(crate) struct EngineArgs {
     /// Attention as the model has it, or rewritten exactly as MLA at load, with one latent row per token
@@ -102,7 +126,7 @@ pub(crate) struct EngineArgs {
     /// Longest sequence, prompt and answer together; the model's own limit when left out
     #[arg(long, value_name = "TOKENS", help_heading = "Engine")]
     pub(crate) max_model_len: Option<u32>,
-    /// Tokens that each KV pool holds; the demo uses no more than its longest sequence
+    /// Tokens that each KV pool holds, over all requests
     #[arg(long, value_name = "TOKENS", help_heading = "Engine")]
     pub(crate) pool_tokens: Option<u64>,
     /// Keep no cache of earlier requests: every prompt is computed and moved whole
@@ -117,9 +141,23 @@ pub(crate) struct EngineArgs {
     /// Commit a fault on what arrives, below the digest, to see that it is found
     #[arg(long, value_enum, value_name = "FAULT", help_heading = "Hand-off")]
     pub(crate) inject: Option<InjectArg>,
-    /// Do not compare payload digests, so that only the demo's own comparison can find a fault
+    /// Compare no payload digests: a fault on the way is not found by the hand-off
     #[arg(long, help_heading = "Hand-off")]
     pub(crate) no_digest: bool,
+}
+
+/// What an instance that serves many requests can be told, whether `serve` runs it or `up`.
+#[derive(Args, Clone, Debug)]
+pub(crate) struct InstanceArgs {
+    #[command(flatten)]
+    pub(crate) engine: EngineArgs,
+    /// Most requests that wait for pages; a further one is refused at once
+    #[arg(long, value_name = "REQUESTS", default_value_t = EngineConfig::default().max_queued,
+          value_parser = clap::value_parser!(u32).range(1..), help_heading = "Queue")]
+    pub(crate) max_queued: u32,
+    /// Longest that a request may wait for pages; then it fails
+    #[arg(long, value_name = "SECONDS", default_value_t = InstanceConfig::QUEUE.as_secs(), help_heading = "Queue")]
+    pub(crate) max_wait: u64,
 }
 
 #[derive(Args, Clone, Debug)]
@@ -157,6 +195,9 @@ pub(crate) struct DemoArgs {
 
 #[derive(Args, Clone, Debug)]
 pub(crate) struct ServeArgs {
+    /// File with options, `name = value` a line, as for `kvferry up`
+    #[arg(value_name = "FILE.toml")]
+    pub(crate) file: Option<PathBuf>,
     /// What this process does
     #[arg(long, value_enum)]
     pub(crate) role: RoleArg,
@@ -167,8 +208,8 @@ pub(crate) struct ServeArgs {
     #[arg(long, value_name = "URL", required_if_eq_any([("role", "prefill"), ("role", "decode"), ("role", "router")]))]
     pub(crate) registry: Option<String>,
     /// Name of the instance, the same over restarts; the role and `-0` when left out
-    #[arg(long, value_name = "NAME", value_parser = instance)]
-    pub(crate) instance: Option<String>,
+    #[arg(long = "instance", value_name = "NAME", value_parser = instance)]
+    pub(crate) name: Option<String>,
     /// smollm2, a GGUF file, a Hugging Face folder, hf:owner/repo/file, or embedded:llama_tiny
     #[arg(long, value_name = "MODEL", default_value = "smollm2")]
     pub(crate) model: ModelRef,
@@ -178,14 +219,11 @@ pub(crate) struct ServeArgs {
     /// Layout of the instance: keys tp, dcp, interleave, page, kv
     #[arg(long, value_name = "SPEC", value_parser = layout, default_value = "tp=1,page=16")]
     pub(crate) layout: LayoutSpec,
-    /// Longest that a request may wait for pages; then it fails
-    #[arg(long, value_name = "SECONDS", default_value_t = InstanceConfig::QUEUE.as_secs())]
-    pub(crate) max_wait: u64,
     /// Exit when standard input closes, so that a parent that dies leaves nothing behind
     #[arg(long)]
     pub(crate) exit_with_parent: bool,
     #[command(flatten)]
-    pub(crate) engine: EngineArgs,
+    pub(crate) instance: InstanceArgs,
 }
 
 #[derive(Args, Clone, Debug)]
@@ -202,37 +240,44 @@ pub(crate) struct UpArgs {
     /// checkpoint.
     #[arg(long, value_name = "MODEL")]
     pub(crate) model: Option<ModelRef>,
+    /// What clients of the API call the model; its own name when left out
+    #[arg(long, value_name = "NAME")]
+    pub(crate) model_name: Option<String>,
     /// Layout of a prefill instance: keys tp, dcp, interleave, page, kv; once for each instance
     #[arg(long, value_name = "SPEC", value_parser = layout, default_value = "tp=2,page=16")]
     pub(crate) prefill: Vec<LayoutSpec>,
     /// Layout of a decode instance; once for each instance
     #[arg(long, value_name = "SPEC", value_parser = layout, default_value = "tp=1,page=16")]
     pub(crate) decode: Vec<LayoutSpec>,
-    /// Longest that a request may wait for pages; then it fails
-    #[arg(long, value_name = "SECONDS", default_value_t = InstanceConfig::QUEUE.as_secs())]
-    pub(crate) max_wait: u64,
     /// Print one line of JSON instead of text and table
     #[arg(long)]
     pub(crate) json: bool,
     #[command(flatten)]
-    pub(crate) engine: EngineArgs,
+    pub(crate) instance: InstanceArgs,
 }
 
 /// Reads a command line, with what the environment and a file add to it. Ends the process where clap would.
 pub(crate) fn parse(line: &[OsString]) -> Result<Command, Failure> {
-    let cli = command().try_get_matches_from(line).and_then(|matches| {
-        let cli = Cli::from_arg_matches(&matches)?;
-        Ok((cli, matches))
-    });
-    let (cli, matches) = cli.unwrap_or_else(|error| error.exit());
-    let file = match &cli.command {
-        Command::Up(up) => up.file.clone(),
-        _ => None,
+    let parsed = command().try_get_matches_from(line);
+    let matches = match &parsed {
+        Ok(matches) => Some(matches.clone()),
+        // What is missing may be said by a file, which is named nevertheless.
+        Err(error) if error.kind() == ErrorKind::MissingRequiredArgument => {
+            command().ignore_errors(true).try_get_matches_from(line).ok()
+        }
+        Err(_) => None,
     };
-    let Some((file, (name, given))) = file.zip(matches.subcommand()) else { return Ok(cli.command) };
+    let named = matches.as_ref().and_then(ArgMatches::subcommand).and_then(|(name, given)| {
+        let file = given.try_get_one::<PathBuf>("file").ok().flatten()?;
+        Some((name, given, file))
+    });
+    let Some((name, given, file)) = named else {
+        let cli = parsed.and_then(|matches| Cli::from_arg_matches(&matches));
+        return Ok(cli.unwrap_or_else(|error| error.exit()).command);
+    };
     let whole = command();
-    let Some(described) = whole.find_subcommand(name) else { return Ok(cli.command) };
-    let more = settings::from_file(&file, described, given)?;
+    let described = whole.find_subcommand(name).unwrap_or(&whole);
+    let more = settings::from_file(file, described, given)?;
     // Right after the name of the command, where options may stand whatever follows.
     let at = line.iter().position(|word| word == name).map_or(line.len(), |at| at + 1);
     let line = line.iter().take(at).chain(&more).chain(line.iter().skip(at));
@@ -247,20 +292,25 @@ pub(crate) fn parse(line: &[OsString]) -> Result<Command, Failure> {
 /// The command line as it is described, with the environment.
 fn command() -> clap::Command {
     let command = Cli::command();
-    ["serve", "up"]
-        .into_iter()
-        .fold(command, |command, name| command.mut_subcommand(name, settings::from_environment))
+    ["serve", "up"].into_iter().fold(command, |command, name| {
+        command.mut_subcommand(name, |one| settings::from_environment(pool(one)))
+    })
+}
+
+/// Says how large a pool is that nobody sizes. A demo, whose requests are known, takes what they need.
+fn pool(command: clap::Command) -> clap::Command {
+    command.mut_arg("pool_tokens", |arg| arg.default_value(POOL_TOKENS.to_string()))
 }
 
 impl EngineArgs {
-    /// The engine's configuration with `layout`; `pool_tokens` where the command line says nothing.
-    pub(crate) fn config(&self, layout: &LayoutSpec, pool_tokens: u64) -> EngineConfig {
+    /// The engine's configuration with `layout`.
+    pub(crate) fn config(&self, layout: &LayoutSpec) -> EngineConfig {
         EngineConfig {
             layout: layout.clone(),
             kv: self.kv_dtype,
             chunk: self.chunk,
             max_model_len: self.max_model_len,
-            pool_tokens: self.pool_tokens.unwrap_or(pool_tokens),
+            pool_tokens: self.pool_tokens.unwrap_or(POOL_TOKENS),
             prefix_cache: !self.no_prefix_cache,
             ..EngineConfig::default()
         }
@@ -268,29 +318,51 @@ impl EngineArgs {
 
     /// The same choices for a child process.
     pub(crate) fn to_args(&self) -> Vec<OsString> {
-        let mut args: Vec<OsString> = Vec::new();
-        let mut option = |name: &str, value: String| args.extend([name.into(), value.into()]);
-        option("--attention", name_of(&self.attention));
-        option("--arith", name_of(&self.arith));
-        option("--kv-dtype", self.kv_dtype.to_string());
-        option("--chunk", self.chunk.to_string());
-        option("--transport", name_of(&self.transport));
-        if let Some(len) = self.max_model_len {
-            option("--max-model-len", len.to_string());
-        }
-        if let Some(tokens) = self.pool_tokens {
-            option("--pool-tokens", tokens.to_string());
-        }
-        if let Some(bytes) = self.throttle {
-            option("--throttle", bytes.to_string());
-        }
-        if let Some(fault) = self.inject {
-            option("--inject", name_of(&fault));
-        }
-        for (name, on) in [("--no-digest", self.no_digest), ("--no-prefix-cache", self.no_prefix_cache)] {
-            args.extend(on.then(|| name.into()));
-        }
-        args
+        // Whoever adds an option is told by the compiler that a child has to hear of it.
+        let Self {
+            attention,
+            arith,
+            kv_dtype,
+            chunk,
+            max_model_len,
+            pool_tokens,
+            no_prefix_cache,
+            transport,
+            throttle,
+            inject,
+            no_digest,
+        } = self;
+        let options = [
+            ("--attention", Some(name_of(attention))),
+            ("--arith", Some(name_of(arith))),
+            ("--kv-dtype", Some(kv_dtype.to_string())),
+            ("--chunk", Some(chunk.to_string())),
+            ("--max-model-len", max_model_len.map(|len| len.to_string())),
+            ("--pool-tokens", pool_tokens.map(|tokens| tokens.to_string())),
+            ("--transport", Some(name_of(transport))),
+            ("--throttle", throttle.map(|bytes| bytes.to_string())),
+            ("--inject", inject.map(|fault| name_of(&fault))),
+        ];
+        let flags = [("--no-prefix-cache", *no_prefix_cache), ("--no-digest", *no_digest)];
+        let options =
+            options.into_iter().filter_map(|(name, value)| Some([name.to_owned(), value?])).flatten();
+        let flags = flags.into_iter().filter(|(_, on)| *on).map(|(name, _)| name.to_owned());
+        options.chain(flags).map(OsString::from).collect()
+    }
+}
+
+impl InstanceArgs {
+    /// The engine's configuration with `layout`.
+    pub(crate) fn config(&self, layout: &LayoutSpec) -> EngineConfig {
+        EngineConfig { max_queued: self.max_queued, ..self.engine.config(layout) }
+    }
+
+    /// The same choices for a child process.
+    pub(crate) fn to_args(&self) -> Vec<OsString> {
+        let Self { engine, max_queued, max_wait } = self;
+        let queue =
+            ["--max-queued".into(), max_queued.to_string(), "--max-wait".into(), max_wait.to_string()];
+        engine.to_args().into_iter().chain(queue.map(OsString::from)).collect()
     }
 }
 
@@ -389,7 +461,7 @@ mod tests {
     #[test]
     fn a_child_is_told_what_the_parent_was_told() {
         let parse = |args: &[&str]| match Cli::parse_from(args).command {
-            Command::Serve(serve) => serve.engine,
+            Command::Serve(serve) => serve.instance,
             _ => panic!("not serve"),
         };
         let base = ["kvferry", "serve", "--role", "registry"];
@@ -414,12 +486,16 @@ mod tests {
             "swap-rank",
             "--no-digest",
             "--no-prefix-cache",
+            "--max-queued",
+            "3",
+            "--max-wait",
+            "4",
         ];
         for args in [&base[..], &[&base[..], &odd[..]].concat()] {
-            let engine = parse(args);
-            let told = engine.to_args();
+            let instance = parse(args);
+            let told = instance.to_args();
             let told: Vec<&str> = told.iter().map(|a| a.to_str().unwrap()).collect();
-            assert_eq!(format!("{:?}", parse(&[&base[..], &told].concat())), format!("{engine:?}"));
+            assert_eq!(format!("{:?}", parse(&[&base[..], &told].concat())), format!("{instance:?}"));
         }
     }
 

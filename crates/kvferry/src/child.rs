@@ -29,7 +29,7 @@ const STOP: Duration = Duration::from_secs(5);
 const DRAIN: Duration = Duration::from_secs(15);
 /// Lines of a child's errors that are kept.
 const KEPT: usize = 20;
-/// Of these, how many are shown when none is an error.
+/// Of these, how many are shown when it did not say why it ends.
 const SHOWN: usize = 3;
 
 /// The line that a process prints when it is ready.
@@ -54,7 +54,7 @@ impl Child {
     /// Starts `kvferry serve` in a role.
     pub(crate) fn start(role: &'static str, instance: &str, args: Vec<OsString>) -> Result<Self, Failure> {
         let failed =
-            |why: String| Failure::new(Blame::Environment, format!("cannot start the {role} process: {why}"));
+            |why: String| Failure::new(Blame::Environment, format!("cannot start {instance}: {why}"));
         let program = std::env::current_exe().map_err(|e| failed(e.to_string()))?;
         // Somebody who asked for logs wants to see them as they come.
         let logging = std::env::var_os("KVFERRY_LOG").is_some();
@@ -100,22 +100,22 @@ impl Child {
 
     /// Waits for the ready line; answers the URL in it.
     pub(crate) async fn ready(mut self) -> Result<(Self, String), Failure> {
-        let role = self.role;
+        let failed = |blame, how| Failure::new(blame, format!("{} {how}", self.instance));
         match timeout(START, self.stdout.next_line()).await {
             Ok(Ok(Some(line))) => match serde_json::from_str::<Ready>(&line) {
                 Ok(ready) => Ok((self, ready.http)),
-                Err(e) => Err(Failure::new(Blame::Us, format!("the {role} process said {line:?}: {e}"))),
+                Err(e) => Err(failed(Blame::Us, format!("said {line:?} instead of its ready line: {e}"))),
             },
-            Err(_) => Err(Failure::new(
-                Blame::Environment,
-                format!("the {role} process was not ready within {} s", START.as_secs()),
-            )),
+            Err(_) => Err(failed(Blame::Environment, format!("was not ready within {} s", START.as_secs()))),
             // It ended: its own words say why.
             Ok(Ok(None) | Err(_)) => {
-                let status = timeout(STOP, self.process.wait()).await;
-                let (blame, how) = ending(status.ok().and_then(Result::ok));
+                let status = timeout(STOP, self.process.wait()).await.ok().and_then(Result::ok);
+                let caller = status.and_then(|status| status.code()) == Some(2);
                 let words = self.errors.last().await;
-                Err(Failure::new(blame, format!("the {role} process {how}: {words}")))
+                let words =
+                    words.unwrap_or_else(|| "it did not say why; KVFERRY_LOG=info shows its log".into());
+                let blame = if caller { Blame::Caller } else { Blame::Environment };
+                Err(failed(blame, ending(status, Some(words), "did not start")))
             }
         }
     }
@@ -123,13 +123,10 @@ impl Child {
     /// Waits for an end that nobody asked for; answers how it came about, with the last words. May be dropped and called
     /// again before that.
     pub(crate) async fn ended(&mut self) -> String {
-        let status = self.process.wait().await;
-        let how = match status.ok().map(|status| (status.code(), status.signal())) {
-            Some((_, Some(signal))) => format!("was ended by signal {signal}"),
-            Some((Some(code), _)) => format!("ended with exit status {code}"),
-            _ => "ended".into(),
-        };
-        format!("{how}; it said last: {}", std::mem::replace(&mut self.errors, Errors(None)).last().await)
+        let status = self.process.wait().await.ok();
+        let code = status.and_then(|status| status.code()).unwrap_or_default();
+        let words = std::mem::replace(&mut self.errors, Errors(None)).last().await;
+        ending(status, words, &format!("ended with exit status {code}"))
     }
 
     /// Ends it, by the end of its standard input.
@@ -155,35 +152,42 @@ impl Child {
     }
 }
 
-/// Whom the end of a process before it was ready speaks against, and how to call that end.
-fn ending(status: Option<ExitStatus>) -> (Blame, String) {
-    match status.map(|status| (status.code(), status.signal())) {
-        Some((_, Some(signal))) => {
-            (Blame::Environment, format!("was ended by signal {signal} before it was ready; it said last"))
-        }
-        Some((Some(2), _)) => (Blame::Caller, "did not start".into()),
-        _ => (Blame::Environment, "did not start".into()),
+/// How an end came about, `otherwise` where no signal made it, with the last words if there are any.
+fn ending(status: Option<ExitStatus>, words: Option<String>, otherwise: &str) -> String {
+    let how = match status.and_then(|status| status.signal()) {
+        Some(signal) => format!("was ended by signal {signal}"),
+        None => otherwise.to_owned(),
+    };
+    match words {
+        Some(words) => format!("{how}: {words}"),
+        None => how,
     }
 }
 
-/// The last lines that a child writes to its standard error, once it has ended; nothing when they are shown as they
-/// come.
+/// What a child writes to its standard error; nothing when it is shown as it comes.
 struct Errors(Option<JoinHandle<VecDeque<String>>>);
 
 impl Errors {
-    /// What it said last; an `error (...)` line without its head.
-    async fn last(self) -> String {
-        let Self(Some(reader)) = self else { return "see its standard error".into() };
-        let lines: Vec<String> =
-            timeout(STOP, reader).await.ok().and_then(Result::ok).unwrap_or_default().into();
+    /// What it said of its end: an `error (...)` line without its head, or else lines that are not its log's, such as a
+    /// panic's. What it logged earlier is not why it ended.
+    async fn last(self) -> Option<String> {
+        let lines: Vec<String> = timeout(STOP, self.0?).await.ok()?.ok()?.into();
         if let Some(from) = lines.iter().rposition(|line| line.starts_with("error (")) {
             let text = lines.get(from..).unwrap_or_default().join("\n");
-            return text.split_once("): ").map_or(text.as_str(), |(_, rest)| rest).to_owned();
+            return Some(text.split_once("): ").map_or(text.as_str(), |(_, rest)| rest).to_owned());
         }
-        // Without an error of its own, its last words are the nearest to the reason.
-        let text = lines.get(lines.len().saturating_sub(SHOWN)..).unwrap_or_default().join("\n");
-        if text.is_empty() { "nothing (see its standard error with KVFERRY_LOG=info)".into() } else { text }
+        let said: Vec<_> = lines.into_iter().filter(|line| !is_log(line)).collect();
+        let last = said.get(said.len().saturating_sub(SHOWN)..).unwrap_or_default();
+        (!last.is_empty()).then(|| last.join("\n"))
     }
+}
+
+/// Whether a line is one of the log: a moment and a level, or a JSON object.
+fn is_log(line: &str) -> bool {
+    let mut words = line.split_ascii_whitespace();
+    let dated = words.next().is_some_and(|first| first.ends_with('Z') && first.starts_with("20"));
+    let level = words.next().is_some_and(|word| ["ERROR", "WARN", "INFO", "DEBUG", "TRACE"].contains(&word));
+    (dated && level) || line.starts_with("{\"timestamp\"")
 }
 
 async fn keep(stderr: impl AsyncRead + Unpin) -> VecDeque<String> {
@@ -201,23 +205,34 @@ async fn keep(stderr: impl AsyncRead + Unpin) -> VecDeque<String> {
 mod tests {
     use super::*;
 
-    async fn last(said: &'static str) -> String {
+    async fn last(said: &'static str) -> Option<String> {
         Errors(Some(tokio::spawn(keep(said.as_bytes())))).last().await
     }
 
     #[tokio::test]
     async fn the_last_words_of_a_child_are_told() {
-        let said = "a warning\nanother\nthird\nfourth\nmemory allocation of 137438953472 bytes failed\n";
-        assert_eq!(last(said).await, "third\nfourth\nmemory allocation of 137438953472 bytes failed");
-        assert_eq!(last("a warning\nerror (caller): the pool\nis small\n").await, "the pool\nis small");
-        assert!(last("").await.starts_with("nothing"));
+        let said = "one\nanother\nthird\nfourth\nmemory allocation of 137438953472 bytes failed\n";
+        let told = last(said).await.unwrap();
+        assert_eq!(told, "third\nfourth\nmemory allocation of 137438953472 bytes failed");
+        let said = "a warning\nerror (caller): the pool\nis small\n";
+        assert_eq!(last(said).await.as_deref(), Some("the pool\nis small"));
+        assert_eq!(last("").await, None);
+    }
+
+    #[tokio::test]
+    async fn old_warnings_are_no_last_words() {
+        let text = "2026-11-30T09:10:00.123456Z  WARN kvferry_node: decode-0 does not answer\n";
+        assert_eq!(last(text).await, None);
+        let json = "{\"timestamp\":\"2026-11-30T09:10:00.1Z\",\"level\":\"WARN\",\"message\":\"x\"}\n";
+        assert_eq!(last(json).await, None);
+        let panic = "2026-11-30T09:10:00.1Z ERROR kvferry: x\nthread 'main' panicked at src/x.rs:1:1:\nno\n";
+        assert_eq!(last(panic).await.as_deref(), Some("thread 'main' panicked at src/x.rs:1:1:\nno"));
     }
 
     #[test]
     fn a_signal_is_named() {
-        assert_eq!(ending(Some(ExitStatus::from_raw(2 << 8))), (Blame::Caller, "did not start".into()));
-        let (blame, how) = ending(Some(ExitStatus::from_raw(6)));
-        assert_eq!(blame, Blame::Environment);
-        assert!(how.contains("signal 6"), "{how}");
+        assert_eq!(ending(Some(ExitStatus::from_raw(2 << 8)), None, "did not start"), "did not start");
+        let killed = ending(Some(ExitStatus::from_raw(6)), Some("out of memory".into()), "did not start");
+        assert_eq!(killed, "was ended by signal 6: out of memory");
     }
 }

@@ -2,6 +2,7 @@
 
 use std::{io::Read, time::Duration};
 
+use indicatif::ProgressBar;
 use kvferry_engine::{LoadOptions, Model, Voice};
 use kvferry_plan::{Blame, Bytes, InstanceId};
 use kvferry_registry::{Role, bind_loopback};
@@ -20,8 +21,6 @@ use crate::{
     traces::Traces,
 };
 
-/// Pool of an instance that was not told how large it should be.
-pub(crate) const POOL_TOKENS: u64 = 4096;
 /// How long a process whose parent is gone may take to end in order.
 const ORPHAN: Duration = Duration::from_secs(2);
 
@@ -32,7 +31,7 @@ pub(crate) async fn run(args: ServeArgs) -> Result<(), Failure> {
         follow_parent(drain.clone())?;
     }
     stop_on_signals(drain.clone())?;
-    let instance = args.instance.clone().unwrap_or_else(|| format!("{}-0", name_of(&args.role)));
+    let instance = args.name.clone().unwrap_or_else(|| format!("{}-0", name_of(&args.role)));
     let role = match args.role {
         RoleArg::Registry => {
             let listener = bind_loopback(args.listen).await?;
@@ -46,16 +45,20 @@ pub(crate) async fn run(args: ServeArgs) -> Result<(), Failure> {
         RoleArg::Mono => None,
     };
     let located = model::locate(&args.model, Progress::Shown).await?;
-    let options = LoadOptions { attention: args.engine.attention.into(), arith: args.engine.arith.into() };
+    let engine = &args.instance.engine;
+    let options = LoadOptions { attention: engine.attention.into(), arith: engine.arith.into() };
+    let served_name = args.model_name.clone().or_else(|| located.served_name());
+    let loading = waiting(&args, "loading the model");
     let model = blocking(move || Ok(Model::from_checkpoint(&located.open()?, options)?)).await?;
-    let engine = args.engine.config(&args.layout, POOL_TOKENS);
+    loading.finish_and_clear();
+    let config = args.instance.config(&args.layout);
     let traces = Traces::from_env(&instance);
     let Some(role) = role else {
         let config = MonoConfig {
             instance: InstanceId(instance.clone()),
-            model_name: args.model_name.or_else(|| args.model.served_name()),
+            model_name: served_name,
             listen: args.listen,
-            engine,
+            engine: config,
             traces: traces.sink(),
         };
         let running = Mono::start(model, config).await?;
@@ -69,12 +72,12 @@ pub(crate) async fn run(args: ServeArgs) -> Result<(), Failure> {
         role,
         listen: args.listen,
         registry: args.registry.clone().unwrap_or_default(),
-        engine,
-        transports: vec![args.engine.transport.into()],
-        rate: args.engine.throttle.map(Bytes),
-        digest: !args.engine.no_digest,
-        inject: args.engine.inject.map(Into::into),
-        queue: Duration::from_secs(args.max_wait),
+        engine: config,
+        transports: vec![engine.transport.into()],
+        rate: engine.throttle.map(Bytes),
+        digest: !engine.no_digest,
+        inject: engine.inject.map(Into::into),
+        queue: Duration::from_secs(args.instance.max_wait),
         traces: traces.sink(),
     };
     let running = Instance::start(model, config).await?;
@@ -87,8 +90,9 @@ pub(crate) async fn run(args: ServeArgs) -> Result<(), Failure> {
 /// Runs a router, which reads of its model only what turns texts into tokens.
 async fn route(args: ServeArgs, instance: String, drain: CancellationToken) -> Result<(), Failure> {
     let located = model::locate(&args.model, Progress::Shown).await?;
+    let served_name = args.model_name.or_else(|| located.served_name());
     let mut voice = blocking(move || Ok(Voice::from_checkpoint(&located.open()?)?)).await?;
-    if let Some(name) = args.model_name.or_else(|| args.model.served_name()) {
+    if let Some(name) = served_name {
         voice.name = name;
     }
     let traces = Traces::from_env(&instance);
@@ -111,6 +115,12 @@ pub(crate) async fn blocking<T: Send + 'static>(
     work: impl FnOnce() -> Result<T, Failure> + Send + 'static,
 ) -> Result<T, Failure> {
     tokio::task::spawn_blocking(work).await.map_err(|e| Failure::new(Blame::Us, e))?
+}
+
+/// Moves while something is waited for, unless a parent tells about this process.
+fn waiting(args: &ServeArgs, what: &str) -> ProgressBar {
+    let progress = if args.exit_with_parent { Progress::Quiet } else { Progress::Shown };
+    progress.spinner(what)
 }
 
 fn ready(http: &str, instance: &str, role: RoleArg) {

@@ -1,4 +1,5 @@
-//! Writing to the terminal: plain when it is a pipe or `NO_COLOR` is set.
+//! Writing to the terminal: in at most [`WIDTH`] columns, plain when it is a pipe or `NO_COLOR` is set. Not for drawing
+//! progress (`model::Progress`).
 
 use std::{
     fmt,
@@ -6,10 +7,13 @@ use std::{
     sync::OnceLock,
 };
 
-use comfy_table::{ContentLineStyle, LineStyle, Table, TableStyle};
+use comfy_table::{ContentArrangement, ContentLineStyle, LineStyle, Table, TableStyle};
 use kvferry_plan::Blame;
 
 use crate::failure::Failure;
+
+/// Columns that everything for people keeps to, where its words allow it.
+pub(crate) const WIDTH: usize = 80;
 
 /// Why stdout could not be written, once it could not.
 static LOST: OnceLock<String> = OnceLock::new();
@@ -65,14 +69,63 @@ pub(crate) fn line(text: impl fmt::Display) {
     piece(format_args!("{text}\n"));
 }
 
+/// Writes a paragraph; lines after the first begin with `indent` spaces.
+pub(crate) fn paragraph(text: impl fmt::Display, indent: usize) {
+    line(wrapped(&text.to_string(), indent));
+}
+
 /// Writes an error to stderr.
 pub(crate) fn complain(failure: &Failure) {
-    let _ = writeln!(std::io::stderr(), "error ({}): {failure}", failure.blame());
+    tell(&format!("error ({}): {failure}", failure.blame()));
 }
 
 /// Writes a note to stderr.
 pub(crate) fn note(text: impl fmt::Display) {
-    let _ = writeln!(std::io::stderr(), "note: {text}");
+    tell(&format!("note: {text}"));
+}
+
+/// On stderr; broken into lines only where somebody looks: programs search for the whole text.
+fn tell(text: &str) {
+    let text = if std::io::stderr().is_terminal() { &wrapped(text, 2) } else { text };
+    // There is nowhere to say that this did not arrive.
+    let _ = writeln!(std::io::stderr(), "{text}");
+}
+
+/// `text` broken at spaces into lines of at most [`WIDTH`] columns; those that it adds begin with `indent` spaces. A
+/// word that is longer stays whole, because paths and commands are there to be copied.
+pub(crate) fn wrapped(text: &str, indent: usize) -> String {
+    let mut out = String::with_capacity(text.len() + text.len() / 8);
+    for (number, row) in text.split('\n').enumerate() {
+        if number > 0 {
+            out.push('\n');
+        }
+        let mut column = 0;
+        for (place, word) in row.split(' ').enumerate() {
+            let wide = columns(word);
+            if place > 0 && column > indent && column + 1 + wide > WIDTH {
+                out.push('\n');
+                out.extend(std::iter::repeat_n(' ', indent));
+                column = indent;
+            } else if place > 0 {
+                out.push(' ');
+                column += 1;
+            }
+            out.push_str(word);
+            column += wide;
+        }
+    }
+    out
+}
+
+/// Columns of a text; looks have none.
+fn columns(text: &str) -> usize {
+    let mut escaped = false;
+    let shown = text.chars().filter(|c| {
+        let hidden = escaped || *c == '\x1b';
+        escaped = hidden && *c != 'm';
+        !hidden
+    });
+    shown.count()
 }
 
 const STYLE: TableStyle = TableStyle::new()
@@ -85,6 +138,22 @@ const STYLE: TableStyle = TableStyle::new()
 /// An empty table in this program's look.
 pub(crate) fn table() -> Table {
     let mut table = Table::new();
-    table.load_style(STYLE);
+    table.load_style(STYLE).set_content_arrangement(ContentArrangement::Dynamic).set_width(WIDTH as u16);
     table
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn lines_end_before_the_last_column_and_words_stay_whole() {
+        let text = format!("{} {} {}", "a".repeat(50), "b".repeat(29), "c".repeat(90));
+        let expected = format!("{} {}\n   {}", "a".repeat(50), "b".repeat(29), "c".repeat(90));
+        assert_eq!(wrapped(&text, 3), expected);
+        assert_eq!(wrapped("one\n  two  three", 4), "one\n  two  three");
+        // Looks are not counted.
+        let dim = format!("\x1b[2m{} b\x1b[0m", "a".repeat(78));
+        assert_eq!(wrapped(&dim, 2), dim);
+    }
 }

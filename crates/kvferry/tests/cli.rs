@@ -7,6 +7,54 @@ mod common;
 use common::{command, finish, ids_file, kvferry};
 use serde_json::Value;
 
+/// What goes wrong with a request names what to change, and never its parser's inside.
+#[test]
+fn plan_requests_that_cannot_be_read() {
+    use std::io::Write;
+    let plan = |args: &[&str], input: &str| {
+        let mut plan = command(&[&["plan"], args].concat());
+        let pipes = plan.stdin(std::process::Stdio::piped()).stdout(std::process::Stdio::piped());
+        let mut child = pipes.stderr(std::process::Stdio::piped()).spawn().unwrap();
+        // It may have ended without reading.
+        let _ = child.stdin.take().unwrap().write_all(input.as_bytes());
+        let run = finish(child.wait_with_output().unwrap());
+        format!("exit {}\n{}{}", run.code.unwrap(), run.stdout, run.stderr)
+    };
+    let request = r#"{"model_shape": "mla:1x8", "prefill": "tp=1", "decode": "tp=1", "tokens": 5}"#;
+    let all = [
+        plan(&[], request),
+        plan(&["-"], "{"),
+        plan(&["-"], &request.replace("5", "\"many\"")),
+        plan(&["-"], &request.replace("\"tp=1\", \"decode", "3, \"decode")),
+        plan(&["-"], &request.replace("\"mla:1x8\"", "[]")),
+        plan(&["-"], &request.replace("tokens", "token")),
+        plan(&["-"], &request.replace("5", "{\"start\": 5, \"end\": 2}")),
+        plan(&["--model-shape", "mla:1x8", "--tokens", "20..10"], ""),
+        plan(&["--model-shape", "mla:1x8", "--tokens", "20...30"], ""),
+    ];
+    insta::assert_snapshot!("plan_requests", all.join("\n"));
+}
+
+/// `serve` takes its options from a file as `up` does, also the role.
+#[test]
+fn serve_from_a_file() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("mine.toml");
+    let at = path.to_str().unwrap();
+    std::fs::write(&path, "role = \"mono\"\nmodel = \"embedded:llama_tiny\"\ninstance = \"alone\"").unwrap();
+    let server = common::Server::start(&[at]);
+    assert_eq!(server.instance, "alone");
+    assert_eq!(server.terminate(), Some(0));
+    for (text, expected) in
+        [("role = \"decode\"", "--registry <URL>"), ("layout = \"tp=2\"", "--role <ROLE>")]
+    {
+        std::fs::write(&path, text).unwrap();
+        let run = kvferry(&["serve", at]);
+        assert_eq!(run.code, Some(2), "{}", run.all());
+        assert!(run.stderr.contains("mine.toml") && run.stderr.contains(expected), "{}", run.all());
+    }
+}
+
 /// Exit status and everything said.
 fn said(args: &[&str]) -> String {
     let run = kvferry(args);
@@ -27,6 +75,70 @@ fn help() {
     insta::assert_snapshot!("help_bench_plan", said(&["bench", "plan", "--help"]));
     insta::assert_snapshot!("help_model", said(&["model", "--help"]));
     insta::assert_snapshot!("help_model_pull", said(&["model", "pull", "--help"]));
+}
+
+/// Everything that is for people and not for programs.
+#[test]
+fn what_people_see_fits_80_columns() {
+    let folder = tempfile::tempdir().unwrap();
+    let ids = [41, 97].map(|count| ids_file(folder.path(), count, 512, count as u32));
+    let [short, long] = ids.each_ref().map(|path| path.to_str().unwrap());
+    let mut all: Vec<Vec<&str>> = vec![
+        vec!["doctor", "--offline"],
+        vec!["bench", "plan"],
+        vec!["bench", "transfer", "--size", "small", "--rounds", "1"],
+        vec!["bench", "engine", "--model", "embedded:llama_tiny", "--prompt", "9", "--rounds", "1"],
+        vec!["bench", "serve", "--model", "embedded:llama_tiny", "--quick"],
+    ];
+    let commands =
+        ["bench plan", "bench engine", "bench serve", "bench transfer", "model pull", "model path"];
+    for command in ["", "bench", "demo", "doctor", "model", "plan", "serve", "up"].into_iter().chain(commands)
+    {
+        for help in ["-h", "--help"] {
+            all.push(command.split_whitespace().chain([help]).collect());
+        }
+    }
+    for plan in [
+        "--prefill tp=4 --decode tp=4,dcp=4 --model-shape mla:61x576xbf16 --tokens 32768 --page 64",
+        "--prefill tp=4,shard=on --decode tp=4,dcp=2,interleave=16,page=24 --tokens 100000000 --page 128 \
+         --model-shape mla:7x576xbf16@3/7/11/15/19/23/26+kda:20x32x128",
+        "--decode cp=2 --model-shape mla:1x8",
+        "--decode tp=2,dcp=2 --model-shape mla:1x8+kda:1x2x4@0 --tokens 5 --page 2 --rows",
+    ] {
+        all.push(["plan"].into_iter().chain(plan.split_whitespace()).collect());
+    }
+    for demo in [
+        vec!["--prompt-tokens", short, "--prompt-tokens", long],
+        vec![
+            "--attention",
+            "mla",
+            "--prefill",
+            "tp=4,dcp=2,page=16",
+            "--decode",
+            "tp=4,dcp=4,interleave=2,page=24",
+        ],
+        vec![
+            "--arith",
+            "fast",
+            "--kv-dtype",
+            "bf16",
+            "--prefill",
+            "tp=3,page=16",
+            "--decode",
+            "tp=2,page=24",
+        ],
+        vec!["--inject", "flip-byte"],
+        vec!["--inject", "flip-byte", "--no-digest"],
+        vec!["--inject", "swap-rank", "--prefill", "tp=1", "--decode", "tp=1"],
+    ] {
+        let tiny = ["demo", "--model", "embedded:llama_tiny", "--max-tokens", "9"];
+        all.push(tiny.into_iter().chain(demo).collect());
+    }
+    for args in all {
+        let run = kvferry(&args);
+        assert!(!run.stdout.is_empty(), "{args:?}: {}", run.all());
+        common::assert_narrow(&run.stdout);
+    }
 }
 
 #[test]

@@ -5,7 +5,7 @@
 mod common;
 
 use std::{
-    io::Read,
+    io::{BufRead, BufReader, Read},
     process::{Child, Command, Stdio},
 };
 
@@ -42,13 +42,18 @@ impl Up {
     }
 
     fn ask(&self) -> (u16, Value) {
+        self.try_ask().unwrap()
+    }
+
+    /// `None` while nobody listens.
+    fn try_ask(&self) -> Option<(u16, Value)> {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
         let http = kvferry::registry::loopback_http().unwrap().build().unwrap();
         let body = json!({ "prompt": [1, 2, 3], "max_tokens": 4, "ignore_eos": true });
         runtime.block_on(async {
             let url = format!("{}/v1/completions", self.ready["url"].as_str().unwrap());
-            let answer = http.post(url).json(&body).send().await.unwrap();
-            (answer.status().as_u16(), answer.json().await.unwrap())
+            let answer = http.post(url).json(&body).send().await.ok()?;
+            Some((answer.status().as_u16(), answer.json().await.unwrap()))
         })
     }
 
@@ -110,13 +115,71 @@ fn an_instance_that_dies_is_started_again() {
     assert!(said.contains("decode-0") && said.contains("signal 9") && said.contains("runs again"), "{said}");
 }
 
+/// The API stays where clients know it, and the registry where the instances do.
 #[test]
-fn the_end_of_the_router_ends_all() {
+fn a_router_or_registry_that_dies_is_started_again_at_its_port() {
+    let up = Up::start(&["--model", "embedded:llama_tiny"]);
+    for process in ["router-0", "registry-0"] {
+        kill("KILL", &up.pid(process));
+        wait_until("its end is noticed", || !alive(&up.pid(process)));
+        wait_until("it serves again", || up.try_ask().is_some_and(|(status, _)| status == 200));
+    }
+    // The new registry knows the instances, so that a new router finds them.
+    let (code, said) = up.end("TERM");
+    assert_eq!(code, Some(0), "{said}");
+    for process in ["router-0", "registry-0"] {
+        assert!(said.contains(&format!("{process} runs again")), "{said}");
+    }
+}
+
+#[test]
+fn a_process_that_cannot_be_kept_ends_all_and_is_named() {
     let mut up = Up::start(&["--model", "embedded:llama_tiny"]);
+    let port = up.ready["url"].as_str().unwrap().rsplit(':').next().unwrap().parse::<u16>().unwrap();
     kill("KILL", &up.pid("router-0"));
+    wait_until("its end is noticed", || !alive(&up.pid("router-0")));
+    // Somebody else has the port before the new start wants it.
+    let _taken = std::net::TcpListener::bind(("127.0.0.1", port)).unwrap();
     let (code, said) = up.ended();
     assert_eq!(code, Some(1), "{said}");
-    assert!(said.contains("error (environment): router-0") && said.contains("signal 9"), "{said}");
+    let (notes, error) = said.split_once("error (environment): ").unwrap();
+    assert!(notes.contains("router-0") && notes.contains("signal 9"), "{said}");
+    assert!(error.starts_with("router-0 did not start") && error.contains("in use"), "{said}");
+    // It is named once in what is said of its end, not by everybody who passes it on.
+    assert_eq!(error.matches("router-0").count(), 1, "{said}");
+}
+
+#[test]
+fn what_people_see_fits_80_columns() {
+    let mut child = command(&[
+        "up",
+        "--model",
+        "embedded:llama_tiny",
+        "--port",
+        "0",
+        "--attention",
+        "mla",
+        "--prefill",
+        "tp=2,page=16",
+        "--decode",
+        "tp=4,dcp=4,interleave=16,page=64,kv=f32",
+    ])
+    .stdout(Stdio::piped())
+    .stderr(Stdio::piped())
+    .spawn()
+    .unwrap();
+    let lines = BufReader::new(child.stdout.take().unwrap()).lines().map(Result::unwrap);
+    let mut said: Vec<String> = Vec::new();
+    for line in lines {
+        said.push(line);
+        if said.last().unwrap().ends_with("}'") {
+            break;
+        }
+    }
+    let _ = child.kill();
+    let _ = child.wait();
+    assert!(said.iter().any(|line| line.starts_with("curl -N http://127.0.0.1:")), "{said:#?}");
+    common::assert_narrow(&said.join("\n"));
 }
 
 #[test]
@@ -142,6 +205,7 @@ fn what_a_file_gets_wrong_is_named() {
         ("no-digest = 3", "`no-digest` is true or false"),
         ("[prefill]\ntp = 2", "`prefill` cannot be"),
         ("port = ", "line 1"),
+        ("max-queued = 0", "max-queued"),
     ];
     for (text, expected) in cases {
         std::fs::write(&path, text).unwrap();

@@ -1,15 +1,60 @@
-//! Plots as SVG. Not a general plotter: horizontal bars and lines over a category axis, in the colours of the
-//! plan's pictures.
+//! Ratios as SVG. Not a general plotter: groups of horizontal bars from 0, with what they are compared with at 1. The
+//! picture follows the reader's light or dark mode.
 
 use std::fmt::Write;
 
-const COLOURS: [&str; 4] = ["#2a6f97", "#e07a5f", "#6a994e", "#e9b44c"];
-const INK: &str = "#1f2933";
-const DIM: &str = "#52606d";
-const GRID: &str = "#cbd2d9";
 const WIDTH: f64 = 760.0;
-const LEFT: f64 = 190.0;
-const RIGHT: f64 = 60.0;
+const LEFT: f64 = 150.0;
+const RIGHT: f64 = 70.0;
+const MARGIN: f64 = 20.0;
+/// Where the first group begins.
+const TOP: f64 = 86.0;
+/// Heights of a bar, of its row, and of a group's heading.
+const BAR: f64 = 14.0;
+const ROW: f64 = 22.0;
+const HEAD: f64 = 30.0;
+
+/// Colours by class, for light pages and for dark ones. The numbered ones are the series'.
+const STYLE: &str = "\
+text { font: 12px system-ui, -apple-system, 'Segoe UI', Roboto, 'DejaVu Sans', sans-serif; fill: #1f2933 }
+.title { font-size: 15px; font-weight: 600 }
+.head { font-weight: 600 }
+.dim { fill: #52606d }
+.page { fill: #ffffff }
+.grid { stroke: #e4e7eb }
+.one { stroke: #52606d; stroke-dasharray: 4 3 }
+.spread { stroke: #1f2933; stroke-width: 1.2; fill: none }
+.s0 { fill: #2a6f97 }
+.s1 { fill: #e07a5f }
+@media (prefers-color-scheme: dark) {
+text { fill: #e6edf3 }
+.dim { fill: #9aa4b2 }
+.page { fill: #0d1117 }
+.grid { stroke: #2d333b }
+.one { stroke: #9aa4b2 }
+.spread { stroke: #e6edf3 }
+.s0 { fill: #4f9cc7 }
+.s1 { fill: #e8927a }
+}
+";
+
+/// A picture.
+pub(super) struct Chart<'a> {
+    pub(super) title: &'a str,
+    /// Where it was measured.
+    pub(super) note: &'a str,
+    /// What lies at 1.
+    pub(super) one: &'a str,
+    /// Names of the series, of which there are at most two.
+    pub(super) series: &'a [&'a str],
+    pub(super) groups: Vec<Group>,
+}
+
+/// Bars that belong together.
+pub(super) struct Group {
+    pub(super) name: String,
+    pub(super) bars: Vec<Bar>,
+}
 
 /// One bar with its spread.
 pub(super) struct Bar {
@@ -17,61 +62,83 @@ pub(super) struct Bar {
     pub(super) value: f64,
     pub(super) low: f64,
     pub(super) high: f64,
-    /// Its colour.
-    pub(super) group: usize,
+    /// Which of the series it is of.
+    pub(super) series: usize,
 }
 
-/// Bars whose full length is 1, or the highest value if that is more.
-pub(super) fn bars(title: &str, note: &str, bars: &[Bar]) -> String {
-    let height = 70.0 + 26.0 * bars.len() as f64 + 24.0;
-    let most = bars.iter().map(|bar| bar.high).fold(1.0, f64::max);
-    let x = |value: f64| LEFT + value / most * (WIDTH - LEFT - RIGHT);
-    let mut svg = open(title, note, height);
-    let bottom = 62.0 + 26.0 * bars.len() as f64;
-    for tick in [0.0, 0.25, 0.5, 0.75, 1.0] {
-        let at = x(tick);
-        line(&mut svg, (at, 54.0), (at, bottom), GRID);
-        text(&mut svg, (at, bottom + 16.0), "middle", DIM, &format!("{tick}"));
+impl Chart<'_> {
+    pub(super) fn draw(&self) -> String {
+        let bars = self.groups.iter().flat_map(|group| &group.bars);
+        let most = bars.clone().map(|bar| bar.high).fold(1.0, f64::max);
+        let step =
+            [0.25, 0.5, 1.0, 2.0, 5.0, 10.0].into_iter().find(|step| most / step <= 6.0).unwrap_or(100.0);
+        let x = |value: f64| LEFT + value / most * (WIDTH - LEFT - RIGHT);
+        let bottom = TOP + HEAD * self.groups.len() as f64 + ROW * bars.count() as f64;
+        let height = bottom + 34.0;
+
+        let mut svg = format!(
+            r#"<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}" role="img" aria-label="{}">"#,
+            escaped(self.title)
+        );
+        let _ = write!(svg, "\n<style>\n{STYLE}</style>\n");
+        let _ = writeln!(svg, r#"<rect class="page" width="{WIDTH}" height="{height}" rx="8"/>"#);
+        text(&mut svg, (MARGIN, 28.0), "start", "title", self.title);
+        text(&mut svg, (MARGIN, 48.0), "start", "dim", self.note);
+        let mut at = MARGIN;
+        for (number, name) in self.series.iter().enumerate() {
+            let _ = writeln!(svg, r#"<circle class="s{number}" cx="{:.1}" cy="66" r="5"/>"#, at + 5.0);
+            text(&mut svg, (at + 16.0, 70.0), "start", "dim", name);
+            at += 40.0 + 7.0 * name.chars().count() as f64;
+        }
+        for tick in (0..).map(|i| f64::from(i) * step).take_while(|tick| *tick <= most + 1e-9) {
+            vertical(&mut svg, x(tick), (TOP, bottom), "grid");
+            text(&mut svg, (x(tick), bottom + 18.0), "middle", "dim", &format!("{tick}"));
+        }
+        vertical(&mut svg, x(1.0), (TOP, bottom), "one");
+        text(&mut svg, (x(1.0), TOP - 6.0), "middle", "dim", self.one);
+        let mut top = TOP;
+        for group in &self.groups {
+            text(&mut svg, (MARGIN, top + 20.0), "start", "head", &group.name);
+            top += HEAD;
+            for bar in &group.bars {
+                bar.draw(&mut svg, top, x);
+                top += ROW;
+            }
+        }
+        svg + "</svg>\n"
     }
-    for (i, bar) in bars.iter().enumerate() {
-        let top = 58.0 + 26.0 * i as f64;
-        let (colour, middle) = (COLOURS[bar.group % COLOURS.len()], top + 9.0);
-        text(&mut svg, (LEFT - 8.0, top + 13.0), "end", INK, &bar.label);
-        let width = x(bar.value) - LEFT;
+}
+
+impl Bar {
+    fn draw(&self, svg: &mut String, top: f64, x: impl Fn(f64) -> f64) {
+        let Self { label, value, low, high, series } = self;
+        let (middle, base) = (top + BAR / 2.0, top + 11.5);
+        text(svg, (LEFT - 10.0, base), "end", "label", label);
+        let (width, class) = (x(*value) - LEFT, series % 2);
         let _ = writeln!(
             svg,
-            r#"<rect x="{LEFT}" y="{top:.1}" width="{width:.1}" height="18" fill="{colour}"/>"#
+            r#"<rect class="s{class}" x="{LEFT}" y="{top:.1}" width="{width:.1}" height="{BAR}" rx="2"/>"#
         );
-        line(&mut svg, (x(bar.low), middle), (x(bar.high), middle), INK);
-        text(&mut svg, (x(bar.high) + 6.0, top + 13.0), "start", INK, &format!("{:.2}", bar.value));
+        // A line between the lowest and the highest, with its ends marked.
+        let (from, to, up, down) = (x(*low), x(*high), middle - 3.0, middle + 3.0);
+        let _ = writeln!(
+            svg,
+            r#"<path class="spread" d="M{from:.1} {up}V{down}M{from:.1} {middle}H{to:.1}M{to:.1} {up}V{down}"/>"#
+        );
+        text(svg, (x(high.max(*value)) + 8.0, base), "start", "value", &format!("{value:.2}"));
     }
-    svg + "</svg>\n"
 }
 
-fn open(title: &str, note: &str, height: f64) -> String {
-    let mut svg = format!(
-        r#"<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}" font-family="sans-serif" font-size="12">"#
-    );
-    let _ = write!(svg, "\n<rect width=\"{WIDTH}\" height=\"{height}\" fill=\"#ffffff\"/>\n");
-    let _ = writeln!(
-        svg,
-        r#"<text x="14" y="22" font-size="15" font-weight="bold" fill="{INK}">{}</text>"#,
-        escaped(title)
-    );
-    text(&mut svg, (14.0, 40.0), "start", DIM, note);
-    svg
-}
-
-fn text(svg: &mut String, (x, y): (f64, f64), anchor: &str, colour: &str, text: &str) {
+fn text(svg: &mut String, (x, y): (f64, f64), anchor: &str, class: &str, text: &str) {
     let text = escaped(text);
     let _ =
-        writeln!(svg, r#"<text x="{x:.1}" y="{y:.1}" text-anchor="{anchor}" fill="{colour}">{text}</text>"#);
+        writeln!(svg, r#"<text class="{class}" x="{x:.1}" y="{y:.1}" text-anchor="{anchor}">{text}</text>"#);
 }
 
-fn line(svg: &mut String, (x1, y1): (f64, f64), (x2, y2): (f64, f64), colour: &str) {
-    let _ = writeln!(svg, r#"<line x1="{x1:.1}" y1="{y1:.1}" x2="{x2:.1}" y2="{y2:.1}" stroke="{colour}"/>"#);
+fn vertical(svg: &mut String, x: f64, (from, to): (f64, f64), class: &str) {
+    let _ = writeln!(svg, r#"<path class="{class}" d="M{x:.1} {from:.1}V{to:.1}"/>"#);
 }
 
 fn escaped(text: &str) -> String {
-    text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;")
+    text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;").replace('"', "&quot;")
 }

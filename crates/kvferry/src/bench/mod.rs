@@ -8,6 +8,8 @@ mod plan;
 mod serve;
 mod transfer;
 
+pub(crate) use engine::LLAMA_CPP;
+
 use std::{path::Path, process::ExitCode};
 
 use clap::{Args, Subcommand};

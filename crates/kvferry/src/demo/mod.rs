@@ -17,7 +17,7 @@ use kvferry_plan::{Dtype, LayoutSpec};
 use crate::{
     args::DemoArgs,
     failure::Failure,
-    model::{self, Progress},
+    model::{self, Located, Progress},
     serve::blocking,
     terminal,
 };
@@ -31,7 +31,7 @@ use show::Show;
 pub(crate) async fn run(mut args: DemoArgs) -> Result<ExitCode, Failure> {
     same_cache(&args)?;
     let progress = if args.json { Progress::Quiet } else { Progress::Shown };
-    let (_, located) = model::or_embedded(args.model.as_ref(), progress).await?;
+    let located = model::or_embedded(args.model.as_ref(), progress).await?;
     let checkpoint = blocking({
         let located = located.clone();
         move || located.open()
@@ -43,10 +43,12 @@ pub(crate) async fn run(mut args: DemoArgs) -> Result<ExitCode, Failure> {
     let options = LoadOptions { attention: args.engine.attention.into(), arith: args.engine.arith.into() };
 
     // Three processes read the model at the same time; nothing is timed before all of them are ready.
-    let show = Show::new(args.json, tokenizer);
-    show.title(checkpoint.name(), &args);
+    let show = Show::new(progress, tokenizer);
+    show.title(&named(&located, checkpoint.name()), &args);
+    let starting = progress.spinner("starting the processes; each loads the model");
     let load = blocking(move || Ok(Model::from_checkpoint(&checkpoint, options)?));
     let (cluster, model) = tokio::try_join!(Cluster::start(&args, &located), load)?;
+    starting.finish_and_clear();
     show.cluster(&cluster);
 
     // One after the other, so that each has the whole machine.
@@ -85,6 +87,11 @@ pub(crate) async fn run(mut args: DemoArgs) -> Result<ExitCode, Failure> {
         table::print(&report);
     }
     Ok(if report.proven { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+}
+
+/// The name that a command line and an API know the model by, and that of its file where it is another.
+fn named(located: &Located, file: &str) -> String {
+    located.served_name().map_or_else(|| file.to_owned(), |name| format!("{name} ({file})"))
 }
 
 fn reference_runs(

@@ -11,7 +11,7 @@ use kvferry_plan::{Attempt, Blame, LayoutSpec, RankId, RoomId, RoomKey};
 use kvferry_server::{Chosen, KvDump};
 
 use super::{prompts::Prompt, report::Claim, tolerance};
-use crate::{args::DemoArgs, failure::Failure, serve::POOL_TOKENS};
+use crate::{args::DemoArgs, failure::Failure};
 
 const KEY: RoomKey = RoomKey { room: RoomId(1), attempt: Attempt(0) };
 
@@ -47,7 +47,7 @@ impl Plan {
             Claim::Bits | Claim::Close => &single,
         };
         // A reference computes everything itself.
-        let config = |layout| EngineConfig { prefix_cache: false, ..args.engine.config(layout, POOL_TOKENS) };
+        let config = |layout| EngineConfig { prefix_cache: false, ..args.engine.config(layout) };
         Self {
             claim,
             max_tokens: args.max_tokens,

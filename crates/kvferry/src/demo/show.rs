@@ -1,28 +1,34 @@
 //! What the person at the terminal sees while a demo runs; nothing with `--json`.
 
+use indicatif::ProgressBar;
 use kvferry_engine::tokenizer::{Detokenizer, Tokenizer};
 use kvferry_plan::LayoutSpec;
 
 use super::{cluster::Cluster, prompts::Prompt};
 use crate::{
     args::{DemoArgs, name_of},
+    model::Progress,
     terminal::{self, Look, styled},
 };
 
 /// Columns of a name in front of what it names, and of a whole line.
 const NAME: usize = 15;
-const LINE: usize = 88;
+const LINE: usize = terminal::WIDTH;
 
 /// Speaks, or is silent.
 #[derive(Clone)]
 pub(super) struct Show {
-    silent: bool,
+    progress: Progress,
     tokenizer: Option<Tokenizer>,
 }
 
 impl Show {
-    pub(super) fn new(silent: bool, tokenizer: Option<Tokenizer>) -> Self {
-        Self { silent, tokenizer }
+    pub(super) fn new(progress: Progress, tokenizer: Option<Tokenizer>) -> Self {
+        Self { progress, tokenizer }
+    }
+
+    fn silent(&self) -> bool {
+        self.progress == Progress::Quiet
     }
 
     /// What is going to be run.
@@ -46,7 +52,7 @@ impl Show {
 
     /// A prompt that is going to be answered.
     pub(super) fn prompt(&self, prompt: &Prompt) {
-        if !self.silent {
+        if !self.silent() {
             terminal::line("");
         }
         self.paragraph("prompt").all(&prompt.label);
@@ -57,11 +63,12 @@ impl Show {
         Answering {
             paragraph: self.paragraph(who),
             text: self.tokenizer.as_ref().map(Tokenizer::detokenizer),
+            waiting: self.progress.spinner(&format!("{who}: the prompt is being computed")),
         }
     }
 
     fn paragraph(&self, name: &'static str) -> Paragraph {
-        Paragraph { silent: self.silent, name, column: 0 }
+        Paragraph { silent: self.silent(), name, column: 0 }
     }
 }
 
@@ -125,10 +132,13 @@ impl Paragraph {
 pub(super) struct Answering {
     paragraph: Paragraph,
     text: Option<Detokenizer>,
+    /// Until the first token.
+    waiting: ProgressBar,
 }
 
 impl Answering {
     pub(super) fn push(&mut self, id: u32) {
+        self.waiting.finish_and_clear();
         let piece = match &mut self.text {
             Some(text) => text.push(id),
             None => format!(" {id}"),
@@ -137,6 +147,7 @@ impl Answering {
     }
 
     pub(super) fn end(mut self) {
+        self.waiting.finish_and_clear();
         if let Some(text) = &mut self.text {
             self.paragraph.push(&text.finish());
         }

@@ -15,7 +15,8 @@ pub(super) fn print(report: &Report) {
             many => several(report, many),
         };
         terminal::line(table);
-        terminal::line(styled(Look::Dim, format_args!("compared with {}", report.reference)));
+        let how = format!("compared with {}; one run each, not a benchmark", report.reference);
+        terminal::paragraph(styled(Look::Dim, how), 2);
     }
     verdict(report);
 }
@@ -99,7 +100,7 @@ fn verdict(report: &Report) {
     let line = |name: &str, good: bool, detail: String| {
         let mark = if good { styled(Look::Good, "yes") } else { styled(Look::Bad, "no") };
         let detail = if detail.is_empty() { detail } else { format!(" ({detail})") };
-        terminal::line(format_args!("{name}: {mark}{}", styled(Look::Dim, detail)));
+        terminal::paragraph(format_args!("{name}: {mark}{}", styled(Look::Dim, detail)), 2);
     };
     if let Some(fault) = &report.injected {
         terminal::line(format_args!("injected: {fault}, as bytes land at decode"));
@@ -127,16 +128,16 @@ fn verdict(report: &Report) {
         if let [Some(prefill), Some(decode)] = cached
             && prefill + decode > 0
         {
-            terminal::line(format_args!(
-                "prompt tokens cached from earlier prompts: {prefill} not computed by prefill, {decode} not moved"
-            ));
+            let cached = format!("{prefill} not computed by prefill, {decode} not moved");
+            terminal::paragraph(format_args!("prompt tokens cached from earlier prompts: {cached}"), 2);
         }
     }
     for (number, prompt) in (1..).zip(&report.prompts) {
         let which = if report.prompts.len() > 1 { format!("prompt {number}: ") } else { String::new() };
         for finding in &prompt.outcome.findings {
             let blame = finding.blame.map(|b| format!(" (blame: {b})")).unwrap_or_default();
-            terminal::line(format_args!("{}: {which}{}{blame}", styled(Look::Bad, "finding"), finding.text));
+            let text = format!("{which}{}{blame}", finding.text);
+            terminal::paragraph(format_args!("{}: {text}", styled(Look::Bad, "finding")), 2);
         }
     }
     if report.proven {

@@ -14,6 +14,9 @@ use crate::{
     terminal::{self, Look, styled},
 };
 
+/// Columns of a state and the gap behind it.
+const STATE: usize = 9;
+
 #[derive(Args, Clone, Copy, Debug)]
 pub(crate) struct DoctorArgs {
     /// Do not try to reach the Python package index
@@ -91,9 +94,12 @@ fn show(report: &Report) {
             State::Missing => (Look::Bad, "missing"),
         };
         // Padded before it is coloured, since colours have no width.
-        terminal::line(format_args!("{}  {what:width$}  {says}", styled(look, format_args!("{state:7}"))));
+        let row = format!("{}  {what:width$}  {says}", styled(look, format_args!("{state:7}")));
+        terminal::paragraph(row, STATE + width + 2);
         if let Some(remedy) = remedy {
-            terminal::line(format_args!("{:7}  {:width$}  -> {remedy}", "", ""));
+            // Commands are long and are to be copied: they have the whole line.
+            let remedy = remedy.replace('\n', &format!("\n{:1$}", "", STATE + 1));
+            terminal::paragraph(format_args!("{:STATE$}-> {remedy}", ""), STATE + 3);
         }
     }
     terminal::line(match report.ready {

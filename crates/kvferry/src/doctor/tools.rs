@@ -6,28 +6,30 @@ use serde::Deserialize;
 use tokio::{process::Command, time::timeout};
 
 use super::{Finding, State};
-use crate::model;
+use crate::{bench::LLAMA_CPP, model};
 
 /// For one program that is asked.
 const PATIENCE: Duration = Duration::from_secs(20);
 /// Says which Python packages are there, without importing them.
 const PACKAGES: &str = "
 import json, importlib.metadata as m
-def version(name):
-    try: return m.version(name)
-    except Exception: return None
-names = ['pip', 'nixl', 'mooncake-transfer-engine', 'llama-cpp-python', 'openai']
-print(json.dumps({n: version(n) for n in names}))
+def version(*names):
+    for name in names:
+        try: return name + ' ' + m.version(name)
+        except Exception: pass
+print(json.dumps({
+    'pip': version('pip'), 'nixl': version('nixl-cu12', 'nixl'), 'openai': version('openai'),
+    'mooncake': version('mooncake-transfer-engine-non-cuda', 'mooncake-transfer-engine'),
+}))
 ";
 
-/// Versions of packages, as far as they are there.
+/// Packages with their versions, as far as they are there.
 #[derive(Debug, Default, Deserialize)]
-#[serde(rename_all = "kebab-case", default)]
+#[serde(default)]
 struct Packages {
     pip: Option<String>,
     nixl: Option<String>,
-    mooncake_transfer_engine: Option<String>,
-    llama_cpp_python: Option<String>,
+    mooncake: Option<String>,
     openai: Option<String>,
 }
 
@@ -55,7 +57,7 @@ pub(super) async fn look(offline: bool) -> Vec<Finding> {
         others(),
         nixl(&packages),
         mooncake(&packages),
-        llama(&packages),
+        llama().await,
         openai(&packages),
     ]
 }
@@ -77,7 +79,7 @@ fn python(version: &Result<String, String>, packages: &Packages, needed: State) 
     let what = "Python with pip";
     match (version, &packages.pip) {
         (Ok(version), Some(pip)) => {
-            Finding::new(what, State::Ok, format!("{version}, pip {pip}; fetches the default model"))
+            Finding::new(what, State::Ok, format!("{version}, {pip}; fetches the default model"))
         }
         (Ok(version), None) => Finding::new(what, needed, format!("{version}, but no pip"))
             .remedy("python3 -m ensurepip --user, or your system's package: apt install python3-pip"),
@@ -132,31 +134,28 @@ fn extra(what: &'static str, found: Option<String>, what_for: &str, install: &st
 }
 
 fn nixl(packages: &Packages) -> Finding {
-    let found = packages.nixl.as_ref().map(|version| format!("Python package nixl {version}"));
-    extra("NIXL", found, "a transport of later versions will load it", "python3 -m pip install nixl")
+    let found = packages.nixl.as_ref().map(|name| format!("Python package {name}"));
+    let install = "python3 -m pip install --no-deps nixl-cu12==1.5.1";
+    extra("NIXL", found, "a transport of later versions will load it", install)
 }
 
 fn mooncake(packages: &Packages) -> Finding {
-    let found = packages.mooncake_transfer_engine.as_ref();
-    let found = found.map(|version| format!("Python package mooncake-transfer-engine {version}"));
-    let install = "python3 -m pip install mooncake-transfer-engine";
+    let found = packages.mooncake.as_ref().map(|name| format!("Python package {name}"));
+    let install = "python3 -m pip install mooncake-transfer-engine-non-cuda==0.3.13.post1";
     extra("Mooncake", found, "a transport of later versions will load it", install)
 }
 
-fn llama(packages: &Packages) -> Finding {
-    let path = std::env::var_os("PATH").unwrap_or_default();
-    let program =
-        std::env::split_paths(&path).map(|folder| folder.join("llama-bench")).find(|file| file.is_file());
-    let found = program.map(|file| file.display().to_string());
-    let package = packages
-        .llama_cpp_python
-        .as_ref()
-        .map(|version| format!("Python package llama-cpp-python {version}"));
-    let install = "python3 -m pip install llama-cpp-python";
-    extra("llama.cpp", found.or(package), "only benchmarks compare with it", install)
+/// `bench engine` compares with llama.cpp through a program for Node.js, in a folder that is named then.
+async fn llama() -> Finding {
+    let says = match output("node", &["--version"]).await {
+        Ok(version) => format!("Node.js {version}"),
+        Err(_) => "no Node.js".into(),
+    };
+    let says = format!("{says}; only `bench engine --llama-cpp FOLDER` needs it, and the folder");
+    Finding::new("llama.cpp", State::Info, says).remedy(LLAMA_CPP)
 }
 
 fn openai(packages: &Packages) -> Finding {
-    let found = packages.openai.as_ref().map(|version| format!("Python package openai {version}"));
+    let found = packages.openai.as_ref().map(|name| format!("Python package {name}"));
     extra("OpenAI client", found, "only tests use it", "python3 -m pip install openai")
 }

@@ -36,13 +36,6 @@ pub(crate) enum ModelRef {
     SmolLm2,
 }
 
-impl ModelRef {
-    /// What clients of an API call it, where that is not the name of its file.
-    pub(crate) fn served_name(&self) -> Option<String> {
-        matches!(self, Self::SmolLm2).then(|| self.to_string())
-    }
-}
-
 impl FromStr for ModelRef {
     type Err = String;
 
@@ -95,6 +88,14 @@ impl Located {
         })
     }
 
+    /// What clients of an API call it, where that is not the name of its file: the default model is `smollm2`, also for
+    /// who names it by its path.
+    pub(crate) fn served_name(&self) -> Option<String> {
+        let Self::At(path) = self else { return None };
+        let default = pull::path().is_ok_and(|pulled| pulled == *path);
+        default.then(|| ModelRef::SmolLm2.to_string())
+    }
+
     /// How a child process is told of it.
     pub(crate) fn argument(&self) -> OsString {
         match self {
@@ -124,12 +125,8 @@ pub(crate) async fn locate(model: &ModelRef, progress: Progress) -> Result<Locat
 
 /// The model that was named; or the default one; or, when nobody named one and no source has it, the built-in one, which
 /// is said.
-pub(crate) async fn or_embedded(
-    named: Option<&ModelRef>,
-    progress: Progress,
-) -> Result<(ModelRef, Located), Failure> {
-    let model = named.cloned().unwrap_or(ModelRef::SmolLm2);
-    match (locate(&model, progress).await, named) {
+pub(crate) async fn or_embedded(named: Option<&ModelRef>, progress: Progress) -> Result<Located, Failure> {
+    match (locate(named.unwrap_or(&ModelRef::SmolLm2), progress).await, named) {
         (Err(why), None) => {
             let note = format!(
                 "no SmolLM2 here: using the built-in checkpoint {EMBEDDED} (random weights, served by token ids)"
@@ -137,12 +134,12 @@ pub(crate) async fn or_embedded(
             if progress == Progress::Quiet {
                 terminal::note(format_args!("{note}; {why}"));
             } else {
-                terminal::line(styled(Look::Strong, note));
+                terminal::paragraph(styled(Look::Strong, note), 0);
                 terminal::note(why);
             }
-            Ok((ModelRef::Embedded, Located::Embedded))
+            Ok(Located::Embedded)
         }
-        (found, _) => Ok((model, found?)),
+        (found, _) => found,
     }
 }
 

@@ -31,9 +31,9 @@ pub(super) fn path() -> Result<PathBuf, Failure> {
 pub(super) fn cached() -> Result<String, String> {
     let at = path().map_err(|e| e.to_string())?;
     match fetch::verify(&at, PINNED) {
-        Ok(true) => Ok(format!("{}, sha256 as pinned", at.display())),
-        Ok(false) => Err(format!("{} is not there", at.display())),
-        Err(why) => Err(format!("{} is damaged: {why}", at.display())),
+        Ok(true) => Ok(format!("sha256 as pinned: {}", at.display())),
+        Ok(false) => Err(format!("not there: {}", at.display())),
+        Err(why) => Err(format!("damaged ({why}): {}", at.display())),
     }
 }
 
@@ -41,7 +41,10 @@ pub(super) fn cached() -> Result<String, String> {
 pub(super) async fn smollm2(progress: Progress) -> Result<PathBuf, Failure> {
     let to = path()?;
     let mut tried = Vec::new();
-    match fetch::verify(&to, PINNED) {
+    let checking = progress.spinner("checking the model's sha256");
+    let cached = fetch::verify(&to, PINNED);
+    checking.finish_and_clear();
+    match cached {
         Ok(true) => return Ok(to),
         Ok(false) => tried.push(format!("cache {}: not there", to.display())),
         Err(cause) => tried.push(format!("cache {}: {cause}, so it is fetched again", to.display())),

@@ -16,7 +16,7 @@ pub(crate) struct PlanArgs {
     #[arg(long, value_name = "SPEC", default_value = "tp=1", help_heading = "Request")]
     pub(crate) decode: String,
     /// What the model caches, such as mla:61x576xbf16, gqa:30x3x64xf32, or mla:7x576xbf16@3/7/11/15/19/23/26+kda:20x32x128
-    #[arg(long, value_name = "SHAPE", required_unless_present = "request", help_heading = "Request")]
+    #[arg(long, value_name = "SHAPE", help_heading = "Request")]
     pub(crate) model_shape: Option<String>,
     /// How many tokens, or which: 32768, or 100..32768 when decode holds the first hundred already
     #[arg(long, value_name = "TOKENS", default_value = "1024", help_heading = "Request")]

@@ -70,21 +70,27 @@ struct Document {
 }
 
 #[derive(Deserialize)]
-#[serde(untagged)]
+#[serde(
+    untagged,
+    expecting = "`model_shape` is a text such as \"mla:61x576xbf16\", or an object with `parts`"
+)]
 enum ShapeOrText {
     Text(String),
     Shape(CacheShape),
 }
 
 #[derive(Deserialize)]
-#[serde(untagged)]
+#[serde(
+    untagged,
+    expecting = "a side is a text such as \"tp=2,page=16\", or an object with `stages`, `cp`, `tp` and `parts`"
+)]
 enum LayoutOrText {
     Text(String),
     Placement(Placement),
 }
 
 #[derive(Deserialize)]
-#[serde(untagged)]
+#[serde(untagged, expecting = "`tokens` is a number, or an object with `start` and `end`")]
 enum Tokens {
     Count(u64),
     Range { start: u64, end: u64 },
@@ -96,22 +102,21 @@ fn default_page() -> u32 {
 
 impl Request {
     pub(super) fn read(args: &PlanArgs) -> Result<Self, Failure> {
-        match &args.request {
-            Some(file) => {
+        match (&args.request, &args.model_shape) {
+            (Some(file), _) => {
                 let text = read(file)?;
                 let document = serde_json::from_str(&text).map_err(|e| {
-                    Failure::caller(format_args!("{}: {e}; docs/plan.md has the schema", file.display()))
+                    Failure::caller(format_args!("{}: {e}; docs/plan.md has the schema", name_of(file)))
                 })?;
                 Self::from_document(document)
             }
-            None => Self::from_document(Document {
-                model_shape: ShapeOrText::Text(args.model_shape.clone().unwrap_or_default()),
+            (None, Some(shape)) => Self::from_document(Document {
+                model_shape: ShapeOrText::Text(shape.clone()),
                 kv: None,
                 prefill: LayoutOrText::Text(args.prefill.clone()),
                 decode: LayoutOrText::Text(args.decode.clone()),
-                tokens: tokens(&args.tokens).ok_or_else(|| {
-                    Failure::caller(format_args!("--tokens {}: write 32768 or 100..32768", args.tokens))
-                })?,
+                tokens: tokens(&args.tokens)
+                    .map_err(|why| Failure::caller(format_args!("--tokens {}: {why}", args.tokens)))?,
                 page: args.page,
                 scattered: args.scattered,
                 prefill_pages: None,
@@ -119,6 +124,10 @@ impl Request {
                 prefill_slot: SlotId(0),
                 decode_slot: SlotId(0),
             }),
+            (None, None) => Err(Failure::caller(
+                "nothing says what is cached: give --model-shape SHAPE (such as mla:61x576xbf16), or a request as JSON \
+                 in a FILE, or `-` for one on standard input",
+            )),
         }
     }
 
@@ -139,6 +148,12 @@ impl Request {
             Tokens::Count(count) => TokenRange::new(0, count),
             Tokens::Range { start, end } => TokenRange::new(start, end),
         };
+        if tokens.end < tokens.start {
+            return Err(Failure::caller(format_args!(
+                "tokens {}..{}: the range ends before it starts",
+                tokens.start, tokens.end
+            )));
+        }
         if tokens.is_empty() || tokens.end > Token(MAX_TOKENS) {
             return Err(Failure::caller(format_args!(
                 "tokens {tokens}: 1 to {MAX_TOKENS} tokens are possible"
@@ -175,15 +190,24 @@ fn layout_of(
     Ok((spec.placement(shape, kv).map_err(|e| e.to_string()), spec.to_string()))
 }
 
-fn tokens(text: &str) -> Option<Tokens> {
-    match text.split_once("..") {
-        Some((start, end)) => Some(Tokens::Range { start: start.parse().ok()?, end: end.parse().ok()? }),
-        None => text.parse().ok().map(Tokens::Count),
+fn tokens(text: &str) -> Result<Tokens, String> {
+    let number = |text: &str| text.parse::<u64>().map_err(|_| "write 32768 or 100..32768".to_owned());
+    let Some((start, end)) = text.split_once("..") else { return number(text).map(Tokens::Count) };
+    match (number(start)?, number(end)?) {
+        (start, end) if end < start => {
+            Err(format!("the range ends before it starts; {end}..{start} is one of {} tokens", start - end))
+        }
+        (start, end) => Ok(Tokens::Range { start, end }),
     }
 }
 
+/// A request's file as people call it.
+fn name_of(file: &Path) -> String {
+    if file == Path::new("-") { "standard input".into() } else { file.display().to_string() }
+}
+
 fn read(file: &Path) -> Result<String, Failure> {
-    let fail = |e: std::io::Error| Failure::caller(format_args!("cannot read {}: {e}", file.display()));
+    let fail = |e: std::io::Error| Failure::caller(format_args!("cannot read {}: {e}", name_of(file)));
     let mut text = String::new();
     let read = match file == Path::new("-") {
         true => std::io::stdin().take(MAX_FILE).read_to_string(&mut text),
@@ -191,7 +215,7 @@ fn read(file: &Path) -> Result<String, Failure> {
     };
     read.map_err(fail)?;
     if text.len() as u64 == MAX_FILE {
-        return Err(Failure::new(Blame::Caller, format_args!("{} is longer than 64 MiB", file.display())));
+        return Err(Failure::new(Blame::Caller, format_args!("{} is longer than 64 MiB", name_of(file))));
     }
     Ok(text)
 }

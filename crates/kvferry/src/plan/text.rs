@@ -2,33 +2,34 @@
 
 use std::fmt::Write;
 
-use comfy_table::{CellAlignment, ContentLineStyle, LineStyle, Table, TableStyle};
+use comfy_table::CellAlignment;
 use kvferry_plan::{Run, Unsupported};
 
 use super::answer::{Answer, Cost};
 use super::request::Request;
-use crate::terminal::{Look, styled};
+use crate::terminal::{self, Look, styled};
 
-const STYLE: TableStyle = TableStyle::new()
-    .top_border(LineStyle::new('╭', '─', '┬', '╮'))
-    .header_lines(ContentLineStyle::new('│', '│', '│'))
-    .header_separator(LineStyle::new('├', '─', '┼', '┤'))
-    .content_lines(ContentLineStyle::new('│', '│', '│'))
-    .bottom_border(LineStyle::new('╰', '─', '┴', '╯'));
 /// Pairs that are listed; JSON has all.
 const MAX_PAIRS: usize = 64;
 
 pub(super) fn refusal(request: &Request, refusal: &Unsupported) -> String {
     let mut text = question(request, &styled(Look::Bad, "unsupported"));
-    let _ = writeln!(text, "{}: {}", refusal.axis, refusal.reason);
+    let why = format!("{}: {}", refusal.axis, refusal.reason);
+    let _ = writeln!(text, "{}", terminal::wrapped(&why, 2));
     text
 }
 
 pub(super) fn answer(request: &Request, answer: &Answer, rows: bool) -> String {
     let mut text = question(request, &styled(Look::Good, "supported"));
-    let mut table = Table::new();
-    table.load_style(STYLE);
-    table.set_header(["prefill rank", "decode rank", "bytes", "runs", "strided copies", "flat descriptors"]);
+    let mut table = terminal::table();
+    table.set_header([
+        "prefill\nrank",
+        "decode\nrank",
+        "bytes",
+        "runs",
+        "strided\ncopies",
+        "flat\ndescriptors",
+    ]);
     for m in answer.moves.iter().take(MAX_PAIRS) {
         table.add_row(line(m.src.to_string(), m.dst.to_string(), m.cost));
     }
@@ -49,12 +50,9 @@ pub(super) fn answer(request: &Request, answer: &Answer, rows: bool) -> String {
 /// What was asked, and the verdict.
 fn question(request: &Request, verdict: &str) -> String {
     let Request { model, prefill, decode, tokens, .. } = request;
-    format!(
-        "{verdict}: {} → {}, {} tokens ({tokens}) of {model}\n",
-        prefill.label,
-        decode.label,
-        number(tokens.len())
-    )
+    let (prefill, decode, count) = (&prefill.label, &decode.label, number(tokens.len()));
+    let question = format!("{verdict}: {prefill} → {decode}, {count} tokens ({tokens}) of {model}");
+    terminal::wrapped(&question, 2) + "\n"
 }
 
 fn line(src: String, dst: String, cost: Cost) -> [String; 6] {
@@ -62,9 +60,16 @@ fn line(src: String, dst: String, cost: Cost) -> [String; 6] {
 }
 
 fn all_rows(answer: &Answer) -> String {
-    let mut table = Table::new();
-    table.load_style(STYLE);
-    table.set_header(["layer", "part", "prefill rank", "prefill row", "decode rank", "decode row", "token"]);
+    let mut table = terminal::table();
+    table.set_header([
+        "layer",
+        "part",
+        "prefill\nrank",
+        "prefill\nrow",
+        "decode\nrank",
+        "decode\nrow",
+        "token",
+    ]);
     for m in &answer.moves {
         for unit in m.plans.iter().flat_map(kvferry_plan::Plan::units) {
             for (token, src, dst) in unit.runs.iter().flat_map(Run::expand) {

@@ -20,8 +20,6 @@ use crate::{
     model::{Located, Progress},
 };
 
-/// Pool of an instance that was not told how large it should be.
-const POOL_TOKENS: u64 = 8192;
 /// For the router to find a pair once all are ready; the registry's lease is far shorter.
 const FIND: Duration = Duration::from_secs(30);
 
@@ -60,14 +58,24 @@ impl Cluster {
         progress: Progress,
     ) -> Result<Self, Failure> {
         let spinner = progress.spinner("starting the registry");
-        let registry =
-            Spec { role: "registry", instance: "registry-0".into(), layout: None, args: Vec::new() };
+        let registry = Spec {
+            role: "registry",
+            instance: "registry-0".into(),
+            layout: None,
+            listen: Some("127.0.0.1:0".into()),
+            args: Vec::new(),
+        };
         let (registry, registry_child, registry_url) = ready(registry).await?;
         // The router needs no weights: a port that is taken is found out before anything is loaded.
         let mut list: Vec<OsString> = vec!["--registry".into(), registry_url.clone().into()];
         list.extend(["--model".into(), model.argument(), "--model-name".into(), name.into()]);
-        list.extend(["--listen".into(), format!("127.0.0.1:{}", args.port).into()]);
-        let router = Spec { role: "router", instance: "router-0".into(), layout: None, args: list };
+        let router = Spec {
+            role: "router",
+            instance: "router-0".into(),
+            layout: None,
+            listen: Some(format!("127.0.0.1:{}", args.port)),
+            args: list,
+        };
         let (router, router_child, url) = ready(router).await.map_err(|failure| taken(failure, args.port))?;
 
         let specs = instances(args, &registry_url, model);
@@ -102,7 +110,7 @@ impl Cluster {
         Ok(Self { url, rows, tiers, died })
     }
 
-    /// Waits for the end of something that nothing works without; answers what happened.
+    /// Waits for the end of a process that cannot be kept; answers what happened.
     pub(super) async fn died(&mut self) -> String {
         self.died.recv().await.unwrap_or_else(|| "nobody watches the processes; this is a defect".into())
     }
@@ -116,8 +124,12 @@ impl Cluster {
     }
 }
 
-async fn ready(spec: Spec) -> Result<(Spec, Child, String), Failure> {
+async fn ready(mut spec: Spec) -> Result<(Spec, Child, String), Failure> {
     let (child, url) = spec.start()?.ready().await?;
+    // Others know it by this address, so that a new start of it has to take the same.
+    if let (Some(listen), Some(at)) = (&mut spec.listen, url.strip_prefix("http://")) {
+        at.clone_into(listen);
+    }
     Ok((spec, child, url))
 }
 
@@ -126,12 +138,10 @@ fn instances(args: &UpArgs, registry: &str, model: &Located) -> Vec<Spec> {
         let spec = |(i, layout): (usize, &LayoutSpec)| {
             let mut list: Vec<OsString> = vec!["--registry".into(), registry.into()];
             list.extend(["--model".into(), model.argument(), "--layout".into(), layout.to_string().into()]);
-            list.extend(["--max-wait".into(), args.max_wait.to_string().into()]);
-            if args.engine.pool_tokens.is_none() {
-                list.extend(["--pool-tokens".into(), POOL_TOKENS.to_string().into()]);
-            }
-            list.extend(args.engine.to_args());
-            Spec { role, instance: format!("{role}-{i}"), layout: Some(layout.clone()), args: list }
+            list.extend(args.instance.to_args());
+            let (instance, layout) = (format!("{role}-{i}"), Some(layout.clone()));
+            // Whoever wants to reach an instance asks the registry, where each start of it says its own port.
+            Spec { role, instance, layout, listen: None, args: list }
         };
         layouts.iter().enumerate().map(spec).collect::<Vec<_>>()
     };

@@ -1,4 +1,4 @@
-//! One process of the cluster, kept: its end is reported at once, an instance is started again, anything else ends all.
+//! One process of the cluster, kept: its end is told at once and it is started again. When that does not help, all end.
 
 use std::{ffi::OsString, time::Duration};
 
@@ -12,7 +12,7 @@ use tokio_util::sync::CancellationToken;
 use crate::{child::Child, failure::Failure, terminal};
 
 /// Wait before the first new start; each further one in a row doubles it.
-const PAUSE: Duration = Duration::from_millis(500);
+const PAUSE: Duration = Duration::from_millis(250);
 /// The longest such wait.
 const LONGEST: Duration = Duration::from_secs(10);
 /// New starts in a row, after which it is given up.
@@ -26,12 +26,15 @@ pub(super) struct Spec {
     pub(super) role: &'static str,
     pub(super) instance: String,
     pub(super) layout: Option<LayoutSpec>,
+    /// Where its port has to be, if others count on that.
+    pub(super) listen: Option<String>,
     pub(super) args: Vec<OsString>,
 }
 
 impl Spec {
     pub(super) fn start(&self) -> Result<Child, Failure> {
-        Child::start(self.role, &self.instance, self.args.clone())
+        let listen = self.listen.iter().flat_map(|at| ["--listen", at]).map(OsString::from);
+        Child::start(self.role, &self.instance, self.args.iter().cloned().chain(listen).collect())
     }
 }
 
@@ -49,26 +52,22 @@ impl Keeper {
     pub(super) async fn run(self, mut child: Child) {
         let (mut since, mut starts) = (Instant::now(), 0);
         loop {
-            let mut how = tokio::select! {
-                how = child.ended() => how,
+            let mut what = tokio::select! {
+                how = child.ended() => format!("{} (pid {}) {how}", self.spec.instance, child.pid()),
                 () = self.drain.cancelled() => return child.drain().await,
             };
             if since.elapsed() > WELL {
                 starts = 0;
             }
             child = loop {
-                let what = format!("{} (pid {}) {how}", self.spec.instance, child.pid());
-                if self.spec.layout.is_none() || starts == STARTS {
+                if starts == STARTS {
                     // Nobody listens any more when the cluster ends already.
-                    let _ = self.died.send(what).await;
+                    let _ = self.died.send(format!("{what}; it was started {STARTS} times again")).await;
                     return;
                 }
                 let pause = (PAUSE * 2_u32.pow(starts)).min(LONGEST);
                 starts += 1;
-                terminal::note(format_args!(
-                    "{what}; start {starts} of {STARTS} in {:.1} s",
-                    pause.as_secs_f64()
-                ));
+                terminal::note(format_args!("{what}; start {starts} of {STARTS} follows in {pause:?}"));
                 let again = async {
                     sleep(pause).await;
                     self.spec.start()?.ready().await
@@ -76,7 +75,7 @@ impl Keeper {
                 tokio::select! {
                     again = again => match again {
                         Ok((again, _)) => break again,
-                        Err(failure) => how = format!("did not start again: {failure}"),
+                        Err(failure) => what = failure.to_string(),
                     },
                     () = self.drain.cancelled() => return,
                 }

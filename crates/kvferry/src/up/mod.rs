@@ -17,16 +17,17 @@ use crate::{
 };
 use cluster::Cluster;
 
-/// Starts the cluster and keeps it until somebody ends it, or what nothing works without has ended.
+/// Starts the cluster and keeps it until somebody ends it, or one of its processes cannot be kept.
 pub(crate) async fn run(args: UpArgs) -> Result<(), Failure> {
     let mut stop = Stop::new()?;
     let progress = if args.json { Progress::Quiet } else { Progress::Shown };
     let started = async {
-        let (model, located) = model::or_embedded(args.model.as_ref(), progress).await?;
+        let located = model::or_embedded(args.model.as_ref(), progress).await?;
         let opened = located.clone();
         let checkpoint: Checkpoint = blocking(move || opened.open()).await?;
         let speaks = checkpoint.chat_template()?.is_some();
-        let name = model.served_name().unwrap_or_else(|| checkpoint.name().to_owned());
+        let name = args.model_name.clone().or_else(|| located.served_name());
+        let name = name.unwrap_or_else(|| checkpoint.name().to_owned());
         let cluster = Cluster::start(&args, &located, &name, progress).await?;
         Ok::<_, Failure>((cluster, name, speaks))
     };
@@ -53,7 +54,8 @@ pub(crate) async fn run(args: UpArgs) -> Result<(), Failure> {
         terminal::line("finishing what is under way; Ctrl-C again ends it at once");
     }
     cluster.drain().await;
-    died.map_or(Ok(()), |how| Err(Failure::new(Blame::Environment, how)))
+    let ended = |how| format!("{how}; the other processes were ended in order");
+    died.map_or(Ok(()), |how| Err(Failure::new(Blame::Environment, ended(how))))
 }
 
 /// SIGINT and SIGTERM.

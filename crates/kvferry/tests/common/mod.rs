@@ -68,6 +68,14 @@ pub(crate) fn ids_file(folder: &Path, count: usize, vocab: u32, seed: u32) -> Pa
     path
 }
 
+/// No line is wider than 80 columns, but for words that are.
+pub(crate) fn assert_narrow(text: &str) {
+    for line in text.lines() {
+        let narrow = line.chars().count() <= 80 || !line.trim().contains(' ');
+        assert!(narrow, "{} columns: {line}\n---\n{text}", line.chars().count());
+    }
+}
+
 /// What must hold of every demo that proves bit equality.
 pub(crate) fn assert_proven(run: &Run) -> Value {
     assert_eq!(run.code, Some(0), "{}", run.all());

@@ -12,8 +12,8 @@ use super::Rates;
 use crate::failure::Failure;
 
 /// How to get the package without building anything.
-pub(super) const INSTALL: &str = "npm i --prefix FOLDER --ignore-scripts --omit=optional node-llama-cpp@3.21.1 \
-                                  @node-llama-cpp/linux-x64@3.21.1";
+pub(crate) const INSTALL: &str = "npm i --prefix FOLDER --ignore-scripts --omit=optional \\
+  node-llama-cpp@3.21.1 @node-llama-cpp/linux-x64@3.21.1";
 
 const SCRIPT: &str = include_str!("llama.mjs");
 

@@ -3,6 +3,8 @@
 
 mod llama;
 
+pub(crate) use llama::INSTALL as LLAMA_CPP;
+
 use std::{path::PathBuf, process::ExitCode, sync::Arc};
 
 use clap::Args;
@@ -169,10 +171,9 @@ fn measure(args: &EngineBench, (engine, vocab): &(Engine, u32)) -> Result<Rates,
 
 fn show(document: &Document) {
     let Document { machine, model, prompt_tokens, decode_tokens, rounds, .. } = document;
-    terminal::line(machine);
-    terminal::line(format_args!(
-        "{model}: prefill of {prompt_tokens}, decode of {decode_tokens}, {rounds} interleaved rounds"
-    ));
+    terminal::paragraph(machine, 2);
+    let what = format!("{model}: prefill of {prompt_tokens}, decode of {decode_tokens}");
+    terminal::paragraph(format_args!("{what}, {rounds} interleaved rounds"), 2);
     let mut table = terminal::table();
     table.set_header(["tokens per CPU-second", "prefill", "decode", "of llama.cpp"]);
     for row in &document.rows {
@@ -189,6 +190,6 @@ fn show(document: &Document) {
     }
     terminal::line(table);
     if let Some(missing) = &document.llama_cpp_missing {
-        terminal::line(format_args!("llama.cpp: not measured: {missing}"));
+        terminal::paragraph(format_args!("llama.cpp: not measured: {missing}"), 2);
     }
 }

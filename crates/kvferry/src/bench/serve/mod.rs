@@ -9,12 +9,11 @@ use std::{path::PathBuf, process::ExitCode};
 
 use clap::Args;
 use comfy_table::CellAlignment;
-use kvferry_plan::Blame;
 use serde::Serialize;
 use tokio::runtime::Runtime;
 
 use super::{
-    chart::{Bar, bars},
+    chart::{Bar, Chart, Group},
     machine::{Machine, progress},
     numbers::{median, ratio},
     print, write_svg,
@@ -205,21 +204,20 @@ fn cell((prompt, concurrency): (u32, u32), pd: &[Wave], mono: &[Wave], exposed_m
 
 fn show(document: &Document) {
     let Document { machine, model, transport, max_tokens, .. } = document;
-    terminal::line(machine);
-    terminal::line(format_args!(
-        "{model}, {max_tokens} tokens each; PD: one prefill, one decode over {transport}; mono: one process"
-    ));
+    terminal::paragraph(machine, 2);
+    let what = format!("{model}, {max_tokens} tokens each; PD: one prefill, one decode over {transport}");
+    terminal::paragraph(format_args!("{what}; mono: one process"), 2);
     let mut table = terminal::table();
     table.set_header([
         "prompt",
-        "at once",
-        "TTFT ms PD",
-        "mono",
-        "PD/mono",
-        "ms/token PD",
-        "mono",
-        "tok/s",
-        "exposed",
+        "at\nonce",
+        "TTFT\nPD ms",
+        "TTFT\nmono",
+        "TTFT\nPD/mono",
+        "token\nPD ms",
+        "token\nmono",
+        "tok/s\nPD/mono",
+        "exposed\nms",
     ]);
     for cell in &document.cells {
         let Cell { pd, mono, .. } = cell;
@@ -245,14 +243,24 @@ fn show(document: &Document) {
 }
 
 fn draw(document: &Document) -> String {
-    let bar = |(i, cell): (usize, &Cell)| Bar {
-        label: format!("{} x {} tokens", cell.concurrency, cell.prompt_tokens),
+    let bar = |cell: &Cell| Bar {
+        label: format!("{} at once", cell.concurrency),
         value: cell.ttft_ratio,
         low: cell.ttft_ratio_lowest,
         high: cell.ttft_ratio_highest,
-        group: document.cells[..i].windows(2).filter(|w| w[0].prompt_tokens != w[1].prompt_tokens).count(),
+        series: 0,
     };
-    let all: Vec<_> = document.cells.iter().enumerate().map(bar).collect();
-    let note = format!("{}; {}", document.machine, document.model);
-    bars("kvferry bench serve: time to first token, disaggregated / one process", &note, &all)
+    let groups = document.cells.chunk_by(|a, b| a.prompt_tokens == b.prompt_tokens).map(|cells| Group {
+        name: format!("prompts of {} tokens", cells.first().map_or(0, |cell| cell.prompt_tokens)),
+        bars: cells.iter().map(bar).collect(),
+    });
+    let note = format!("{}; {} over {}", document.machine, document.model, document.transport);
+    let chart = Chart {
+        title: "kvferry bench serve: time to the first token, disaggregated / one process",
+        note: &note,
+        one: "equal",
+        series: &["median; the line goes from the lowest to the highest round"],
+        groups: groups.collect(),
+    };
+    chart.draw()
 }

@@ -8,12 +8,12 @@ use std::{path::PathBuf, process::ExitCode, time::Duration};
 
 use clap::{Args, ValueEnum};
 use comfy_table::CellAlignment;
-use kvferry_plan::{Blame, CacheShape};
+use kvferry_plan::CacheShape;
 use kvferry_transport::TransportKind;
 use serde::Serialize;
 
 use super::{
-    chart::{Bar, bars},
+    chart::{Bar, Chart, Group},
     machine::{Machine, Spent, progress},
     numbers::{mean, median, ratio},
     print, write_svg,
@@ -197,22 +197,16 @@ fn measure(case: &Case, loopback: &Loopback, rounds: u32) -> Result<Measured, Fa
 
 fn show(document: &Document) {
     let Document { machine, rounds, congestion, .. } = document;
-    terminal::line(machine);
-    terminal::line(format_args!(
-        "{rounds} interleaved rounds; tcp: one stream, {congestion}, both ends here"
-    ));
+    terminal::paragraph(machine, 2);
+    let what = format!("{rounds} interleaved rounds; tcp: one stream, {congestion}, both ends here");
+    terminal::paragraph(what, 2);
     for case in &document.cases {
-        terminal::line(format_args!(
-            "\n{}: {}\n{} tokens in chunks of {}, {:.0} MB; plain memcpy {:.2} GB/s",
-            case.name,
-            case.what,
-            case.tokens,
-            case.chunk_tokens,
-            case.bytes as f64 / 1e6,
-            case.memcpy_gb_per_s
-        ));
+        let Measured { name, what, tokens, chunk_tokens, memcpy_gb_per_s, .. } = case;
+        let (mb, copy) = (case.bytes as f64 / 1e6, format!("plain memcpy {memcpy_gb_per_s:.2} GB/s"));
+        terminal::paragraph(format_args!("\n{name}: {what}"), 2);
+        terminal::line(format_args!("{tokens} tokens in chunks of {chunk_tokens}, {mb:.0} MB; {copy}"));
         let mut table = terminal::table();
-        table.set_header(["", "digests", "GB/s", "CPU s/GB", "ceiling", "GB/s", "CPU s/GB", "ratio"]);
+        table.set_header(["", "digests", "GB/s", "CPU\ns/GB", "ceiling", "GB/s", "CPU\ns/GB", "ratio"]);
         for way in &case.ways {
             table.add_row([
                 way.transport.clone(),
@@ -235,20 +229,24 @@ fn show(document: &Document) {
 }
 
 fn draw(document: &Document) -> String {
-    let bar = |case: &Measured, way: &Way| Bar {
-        label: format!(
-            "{}, {}, {}",
-            case.name,
-            way.transport,
-            if way.digests { "digests" } else { "no digests" }
-        ),
+    let bar = |way: &Way| Bar {
+        label: way.transport.clone(),
         value: way.ratio,
         low: way.ratio_lowest,
         high: way.ratio_highest,
-        group: usize::from(way.digests),
+        series: usize::from(way.digests),
     };
-    let all: Vec<_> =
-        document.cases.iter().flat_map(|case| case.ways.iter().map(move |way| bar(case, way))).collect();
+    let group = |case: &Measured| Group {
+        name: format!("{}: {}", case.name, case.what),
+        bars: case.ways.iter().map(bar).collect(),
+    };
     let note = format!("{}; medians of {} rounds", document.machine, document.rounds);
-    bars("kvferry bench transfer: part of the ceiling that is reached", &note, &all)
+    let chart = Chart {
+        title: "kvferry bench transfer: rate of a hand-off as part of the ceiling in the same run",
+        note: &note,
+        one: "ceiling",
+        series: &["without digests", "with digests"],
+        groups: document.cases.iter().map(group).collect(),
+    };
+    chart.draw()
 }
