@@ -100,7 +100,7 @@ fn what_people_see_fits_80_columns() {
     }
     for plan in [
         "--prefill tp=4 --decode tp=4,dcp=4 --model-shape mla:61x576xbf16 --tokens 32768 --page 64",
-        "--prefill tp=4,shard=on --decode tp=4,dcp=2,interleave=16,page=24 --tokens 100000000 --page 128 \
+        "--prefill tp=4,shard=on --decode tp=4,dcp=2,interleave=16,page=4096 --tokens 100000000 --page 1024 \
          --model-shape mla:7x576xbf16@3/7/11/15/19/23/26+kda:20x32x128",
         "--decode cp=2 --model-shape mla:1x8",
         "--decode tp=2,dcp=2 --model-shape mla:1x8+kda:1x2x4@0 --tokens 5 --page 2 --rows",

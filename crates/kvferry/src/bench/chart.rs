@@ -8,7 +8,7 @@ const LEFT: f64 = 150.0;
 const RIGHT: f64 = 70.0;
 const MARGIN: f64 = 20.0;
 /// Where the first group begins.
-const TOP: f64 = 86.0;
+const TOP: f64 = 78.0;
 /// Heights of a bar, of its row, and of a group's heading.
 const BAR: f64 = 14.0;
 const ROW: f64 = 22.0;
@@ -90,21 +90,27 @@ impl Chart<'_> {
             text(&mut svg, (at + 16.0, 70.0), "start", "dim", name);
             at += 40.0 + 7.0 * name.chars().count() as f64;
         }
-        for tick in (0..).map(|i| f64::from(i) * step).take_while(|tick| *tick <= most + 1e-9) {
-            vertical(&mut svg, x(tick), (TOP, bottom), "grid");
-            text(&mut svg, (x(tick), bottom + 18.0), "middle", "dim", &format!("{tick}"));
-        }
-        vertical(&mut svg, x(1.0), (TOP, bottom), "one");
-        text(&mut svg, (x(1.0), TOP - 6.0), "middle", "dim", self.one);
+        let ticks = (0..).map(|i| f64::from(i) * step).take_while(|tick| *tick <= most + 1e-9);
+        let ticks: Vec<f64> = ticks.filter(|tick| *tick != 1.0).collect();
         let mut top = TOP;
         for group in &self.groups {
             text(&mut svg, (MARGIN, top + 20.0), "start", "head", &group.name);
             top += HEAD;
+            // Lines stay out of the headings.
+            let reach = (top - 4.0, top + ROW * group.bars.len() as f64);
+            for tick in &ticks {
+                vertical(&mut svg, x(*tick), reach, "grid");
+            }
+            vertical(&mut svg, x(1.0), reach, "one");
             for bar in &group.bars {
                 bar.draw(&mut svg, top, x);
                 top += ROW;
             }
         }
+        for tick in &ticks {
+            text(&mut svg, (x(*tick), bottom + 18.0), "middle", "dim", &format!("{tick}"));
+        }
+        text(&mut svg, (x(1.0), bottom + 18.0), "middle", "dim", &format!("1 ({})", self.one));
         svg + "</svg>\n"
     }
 }

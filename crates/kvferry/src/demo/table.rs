@@ -6,6 +6,9 @@ use kvferry_plan::Bytes;
 use super::report::{Claim, Outcome, PromptReport, Report, Times};
 use crate::terminal::{self, Look, styled};
 
+/// Characters of two layouts that stand beside each other.
+const LAYOUTS: usize = 28;
+
 /// Prints the table and the verdict.
 pub(super) fn print(report: &Report) {
     terminal::line("");
@@ -32,7 +35,9 @@ fn single(report: &Report, prompt: &PromptReport) -> Table {
     let mut row = |name: &str, two: String, one: String| {
         table.add_row([name.to_owned(), two, one]);
     };
-    row("layout", format!("{} → {}", report.prefill, report.decode), "tp=1".into());
+    let two_lines = report.prefill.len() + report.decode.len() > LAYOUTS;
+    let between = if two_lines { "\n→ " } else { " → " };
+    row("layout", format!("{}{between}{}", report.prefill, report.decode), "tp=1".into());
     let tokens = prompt.prompt_tokens.to_string();
     row("prompt tokens", tokens.clone(), tokens);
     row("time to first token", time(two.first_token), time(one.first_token));
@@ -47,7 +52,7 @@ fn single(report: &Report, prompt: &PromptReport) -> Table {
     let mut moved = |name: &str, what: String| row(name, what, "-".into());
     moved("KV moved", format!("{}, {planned}", bytes(transfer.bytes)));
     moved("strided runs", format!("{} over {}", count(transfer.runs), report.transport));
-    moved("transfer, from the first chunk on", time(transfer.seconds));
+    moved("first chunk to last byte", time(transfer.seconds));
     moved("wait after the prompt's end", time(transfer.exposed_seconds));
     table
 }
@@ -56,7 +61,7 @@ fn single(report: &Report, prompt: &PromptReport) -> Table {
 fn several(report: &Report, prompts: &[PromptReport]) -> Table {
     let mut table = terminal::table();
     let layouts = format!("{} → {}\nover {}", report.prefill, report.decode, report.transport);
-    terminal::line(styled(Look::Dim, layouts));
+    terminal::paragraph(styled(Look::Dim, layouts), 2);
     let right = |text: String| Cell::new(text).set_alignment(CellAlignment::Right);
     table.set_header(
         [

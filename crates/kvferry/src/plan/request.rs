@@ -230,7 +230,9 @@ impl Pages {
             let owned = (0..layout.tokens.classes()).map(|class| layout.tokens.owned(tokens.end, class));
             owned.max().unwrap_or(0).div_ceil(u64::from(layout.page_size.max(1)))
         };
-        let pages = placement.parts.iter().map(pages).max().unwrap_or(0);
+        // State has a slot and no pages.
+        let rows = placement.parts.iter().filter(|layout| !layout.part.is_state());
+        let pages = rows.map(pages).max().unwrap_or(0);
         let pages = u32::try_from(pages).unwrap_or(u32::MAX);
         if pages > MAX_PAGES && !matches!(self, Self::Given(_)) {
             let reason = format!("{pages} pages; {MAX_PAGES} are planned at most: use larger pages");

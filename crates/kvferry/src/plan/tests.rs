@@ -80,7 +80,8 @@ fn refusals_and_mistakes_have_their_exit_status() {
         ),
         ("--prefill dcp=3 --model-shape mla:1x8", 2, "dcp=3 does not divide tp=1"),
         ("--model-shape mla:1", 2, "not a part"),
-        ("--model-shape mla:1x8 --tokens 9..3", 2, "1 to 134217728 tokens"),
+        ("--model-shape mla:1x8 --tokens 9..3", 2, "--tokens 9..3: the range ends before it starts"),
+        ("--model-shape mla:1x8 --tokens 3..3", 2, "1 to 134217728 tokens"),
         ("--model-shape mla:1x8 --tokens many", 2, "write 32768 or 100..32768"),
         ("--model-shape mla:61x8 --tokens 2000 --rows", 2, "--rows would print 122000 rows"),
         ("--prefill tp=300 --decode tp=300 --model-shape mla:1x8", 2, "90000 pairs of ranks"),
@@ -99,6 +100,15 @@ fn refusals_and_mistakes_have_their_exit_status() {
     ] {
         let said = ask(line);
         assert!(said.starts_with(&format!("exit {exit}\n")) && said.contains(says), "{line}: {said}");
+    }
+}
+
+/// The rows of a state's window are not those of a page.
+#[test]
+fn state_needs_no_pages_however_many_tokens() {
+    for shape in ["kda:2x4x8", "mla:1x8+kda:2x4x8"] {
+        let said = ask(&format!("--model-shape {shape} --tokens 100000000 --page 4096"));
+        assert!(said.starts_with("exit 0\n"), "{shape}: {said}");
     }
 }
 

@@ -14,6 +14,9 @@ pub(super) fn text(cluster: &Cluster, model: &str, speaks: bool) -> String {
         let layout = layout.as_ref().map_or_else(|| "-".into(), ToString::to_string);
         table.add_row([instance, &layout, &pid.to_string(), url]);
     }
+    if let Some(layouts) = table.column_mut(1) {
+        layouts.set_delimiter(',');
+    }
     let asked = "# an answer, as it comes; Ctrl-C ends the cluster";
     format!("{table}\n\n{}\n{}\n", styled(Look::Dim, asked), curl(&cluster.url, model, speaks))
 }
@@ -32,7 +35,7 @@ fn curl(url: &str, model: &str, speaks: bool) -> String {
     };
     // The shell ends a quoted text at an apostrophe, which a name may have.
     let body = format!("{{\"model\": {model},\n  {lines}}}").replace('\'', r"'\''");
-    format!("curl -N {url}/v1/{path} -H 'content-type: application/json' -d '{body}'")
+    format!("curl -N {url}/v1/{path} \\\n  -H 'content-type: application/json' -d '{body}'")
 }
 
 /// The same in one line.

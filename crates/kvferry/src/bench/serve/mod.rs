@@ -209,21 +209,19 @@ fn show(document: &Document) {
     terminal::paragraph(format_args!("{what}; mono: one process"), 2);
     let mut table = terminal::table();
     table.set_header([
-        "prompt",
-        "at\nonce",
+        "at once\nx tokens",
         "TTFT\nPD ms",
         "TTFT\nmono",
         "TTFT\nPD/mono",
         "token\nPD ms",
         "token\nmono",
-        "tok/s\nPD/mono",
+        "tok/s\nratio",
         "exposed\nms",
     ]);
     for cell in &document.cells {
         let Cell { pd, mono, .. } = cell;
         table.add_row([
-            cell.prompt_tokens.to_string(),
-            cell.concurrency.to_string(),
+            format!("{} x {}", cell.concurrency, cell.prompt_tokens),
             format!("{:.0}", pd.ttft_ms),
             format!("{:.0}", mono.ttft_ms),
             ratio(cell.ttft_ratio, cell.ttft_ratio_lowest, cell.ttft_ratio_highest),
