@@ -136,10 +136,13 @@ fn a_router_or_registry_that_dies_is_started_again_at_its_port() {
 fn a_process_that_cannot_be_kept_ends_all_and_is_named() {
     let mut up = Up::start(&["--model", "embedded:llama_tiny"]);
     let port = up.ready["url"].as_str().unwrap().rsplit(':').next().unwrap().parse::<u16>().unwrap();
+    // Somebody else takes the port while nobody can start a new router at it.
+    let keeper = up.child.id().to_string();
+    kill("STOP", &keeper);
     kill("KILL", &up.pid("router-0"));
-    wait_until("its end is noticed", || !alive(&up.pid("router-0")));
-    // Somebody else has the port before the new start wants it.
+    wait_until("it ends", || !alive(&up.pid("router-0")));
     let _taken = std::net::TcpListener::bind(("127.0.0.1", port)).unwrap();
+    kill("CONT", &keeper);
     let (code, said) = up.ended();
     assert_eq!(code, Some(1), "{said}");
     let (notes, error) = said.split_once("error (environment): ").unwrap();
