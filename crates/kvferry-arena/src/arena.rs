@@ -4,7 +4,7 @@
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
-use kvferry_plan::{Bytes, Generation, PageId, PoolLayout, StridedMove};
+use kvferry_plan::{Bytes, Generation, PageId, PoolLayout, SlotId, StridedMove};
 use rustix::fs::{
     FallocateFlags, MemfdFlags, SealFlags, fallocate, fcntl_add_seals, ftruncate, memfd_create,
 };
@@ -79,6 +79,15 @@ impl Arena {
     /// [`ArenaError::NoPage`].
     pub fn next_generation(&self, page: PageId) -> Result<Generation, ArenaError> {
         let word = self.layout.generation_offset(page).ok_or(ArenaError::NoPage(page))?;
+        self.mapping.increment(word).map(Generation)
+    }
+
+    /// As [`Arena::next_generation`], of a state slot.
+    ///
+    /// # Errors
+    /// [`ArenaError::NoSlot`].
+    pub fn next_slot_generation(&self, slot: SlotId) -> Result<Generation, ArenaError> {
+        let word = self.layout.slot_generation_offset(slot).ok_or(ArenaError::NoSlot(slot))?;
         self.mapping.increment(word).map(Generation)
     }
 

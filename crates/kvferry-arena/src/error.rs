@@ -2,7 +2,7 @@
 
 #![forbid(unsafe_code)]
 
-use kvferry_plan::{Blame, Bytes, LayerId, PageId, Part};
+use kvferry_plan::{Blame, Bytes, LayerId, PageId, Part, SlotId};
 
 /// Why an arena could not be made, mapped, read or written.
 #[derive(Debug, thiserror::Error)]
@@ -38,6 +38,9 @@ pub enum ArenaError {
     /// The page does not exist.
     #[error("page {0} is not in the pool")]
     NoPage(PageId),
+    /// The state slot does not exist.
+    #[error("state slot {0} is not in the pool")]
+    NoSlot(SlotId),
     /// The operating system refused.
     #[error(
         "cannot {action} the arena `{name}`: {source}; check memory limits (`ulimit -v`, cgroup, /dev/shm)"
@@ -87,6 +90,7 @@ impl ArenaError {
             | Self::Length { .. }
             | Self::NoRegion { .. }
             | Self::NoPage(_)
+            | Self::NoSlot(_)
             | Self::OutOfBounds { .. } => Blame::Caller,
             Self::Memory { .. } | Self::Os { .. } | Self::Socket(_) => Blame::Environment,
             Self::Size { .. } | Self::Unsealed => Blame::PeerMisbehaved,

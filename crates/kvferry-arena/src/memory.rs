@@ -4,7 +4,7 @@
 
 use std::os::fd::BorrowedFd;
 
-use kvferry_plan::{Bytes, Generation, LayerId, PageId, Part, PoolLayout, Region, UnitHasher};
+use kvferry_plan::{Bytes, Generation, LayerId, PageId, Part, PoolLayout, Region, SlotId, UnitHasher};
 
 use crate::{ArenaError, Pieces, Span, io, mmap::Mapping, simd};
 
@@ -46,6 +46,15 @@ pub trait Memory: Mapped + Send + Sync + std::fmt::Debug {
     /// [`ArenaError::NoPage`].
     fn generation(&self, page: PageId) -> Result<Generation, ArenaError> {
         let word = self.layout().generation_offset(page).ok_or(ArenaError::NoPage(page))?;
+        self.mapping().load(word).map(Generation)
+    }
+
+    /// As [`Memory::generation`], of a state slot.
+    ///
+    /// # Errors
+    /// [`ArenaError::NoSlot`].
+    fn slot_generation(&self, slot: SlotId) -> Result<Generation, ArenaError> {
+        let word = self.layout().slot_generation_offset(slot).ok_or(ArenaError::NoSlot(slot))?;
         self.mapping().load(word).map(Generation)
     }
 

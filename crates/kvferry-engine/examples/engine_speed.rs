@@ -36,7 +36,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     let generated: u32 = args.next().unwrap_or_else(|| "32".into()).parse()?;
 
     let begin = Instant::now();
-    let model = Model::load(&path, LoadOptions { attention, arith })?;
+    let model = Model::load(&path, LoadOptions { attention, arith, ..LoadOptions::default() })?;
     println!("load            {:8.2} s wall, {:.2} s cpu", begin.elapsed().as_secs_f64(), cpu_seconds()?);
     let vocab = u32::try_from(model.config().vocab)?;
     let config =

@@ -30,9 +30,12 @@ pub struct EngineConfig {
     pub max_model_len: Option<u32>,
     /// Tokens that the pool holds at least, over all requests.
     pub pool_tokens: u64,
+    /// Requests that hold state at once, in a model with state per request (Kimi Linear); further ones wait.
+    pub state_slots: u32,
     /// Most requests that wait; a further one is refused at once.
     pub max_queued: u32,
-    /// Keep the cache of finished requests while nobody needs the pages, so that prompts that begin alike share it.
+    /// Keep the cache of finished requests while nobody needs the pages, so that prompts that begin alike share it. In
+    /// a model with state per request nothing is shared: its state exists only where a request has stopped.
     pub prefix_cache: bool,
 }
 
@@ -44,6 +47,7 @@ impl Default for EngineConfig {
             chunk: 256,
             max_model_len: None,
             pool_tokens: 4096,
+            state_slots: 32,
             max_queued: 1024,
             prefix_cache: true,
         }

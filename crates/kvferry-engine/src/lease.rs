@@ -1,6 +1,6 @@
 //! Who may free a request's pages: whoever holds its lease, and nobody else.
 
-use kvferry_plan::{PageTable, RoomKey};
+use kvferry_plan::{PageTable, RoomKey, SlotId};
 
 use crate::{
     mailbox::Sender,
@@ -18,18 +18,20 @@ pub struct RoomLease {
     key: RoomKey,
     id: JobId,
     table: PageTable,
+    slot: Option<SlotId>,
     cached: u64,
     commands: Sender<Command>,
 }
 
 impl RoomLease {
     pub(crate) fn new(
-        key: RoomKey,
-        id: JobId,
-        (table, cached): (PageTable, u64),
+        (key, id): (RoomKey, JobId),
+        table: PageTable,
+        slot: Option<SlotId>,
+        cached: u64,
         commands: Sender<Command>,
     ) -> Self {
-        Self { key, id, table, cached, commands }
+        Self { key, id, table, slot, cached, commands }
     }
 
     pub(crate) fn id(&self) -> JobId {
@@ -46,6 +48,12 @@ impl RoomLease {
     #[must_use]
     pub fn table(&self) -> &PageTable {
         &self.table
+    }
+
+    /// The slot of the request's state, the same on every rank; `None` in a model without such state.
+    #[must_use]
+    pub fn slot(&self) -> Option<SlotId> {
+        self.slot
     }
 
     /// Tokens at the beginning of the prompt whose cache lies in the pages already, fewer than the prompt has. Other

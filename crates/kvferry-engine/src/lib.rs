@@ -56,12 +56,13 @@ mod scheduler;
 mod shares;
 pub mod tokenizer;
 mod voice;
+mod weights;
 
 pub use engine::{Engine, EngineConfig, EngineStats};
 pub use error::EngineError;
 pub use handoff::{FirstToken, HandOff, NoHandOff};
 pub use lease::RoomLease;
-pub use model::{Attention, LoadOptions, Model};
+pub use model::{Attention, LatentEps, LoadOptions, Model};
 pub use request::{Alternative, Answer, Event, Events, Request, Sampling, StopReason};
 pub use rows::{Coordinate, PartRows, RankRows, Rows};
 pub use voice::Voice;

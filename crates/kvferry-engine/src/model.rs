@@ -10,26 +10,35 @@ use std::{
     thread,
 };
 
-use kvferry_plan::{CacheShape, LayerId, Part};
+use kvferry_plan::{CacheShape, LayerId, Part, PartShape};
 
 use crate::{
     chat::ChatTemplate,
-    checkpoint::{Checkpoint, LayerTensors, LoadError, MlaConfig, MlaTensors, ModelConfig},
-    math::{Arith, Matrix, RopeTable, RowParallel},
+    checkpoint::{Checkpoint, LoadError, MlaConfig, ModelConfig},
+    math::{Arith, Matrix, RopeTable},
     tokenizer::Tokenizer,
+    weights::Layer,
 };
-
-/// Columns of the feed-forward network that are summed as one unit, whole on one rank.
-pub(crate) const FFN_UNIT: usize = 64;
 
 /// The form in which attention is run, and so what is cached.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum Attention {
-    /// As the checkpoint has it: keys and values of each KV head.
+    /// As the checkpoint has it: keys and values of each KV head, or latent rows in a model made with them.
     #[default]
     Gqa,
-    /// Rewritten exactly as multi-head latent attention: one latent row for all heads.
+    /// Grouped queries are rewritten exactly as multi-head latent attention: one latent row for all heads.
     Mla,
+}
+
+/// The epsilon of the norms of latent attention, in models made with it. The engines of the field do not agree, and the
+/// checkpoints do not say.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum LatentEps {
+    /// [`MlaConfig::LATENT_EPS`], as in the published model code.
+    #[default]
+    Published,
+    /// The configuration's `rms_norm_eps`, as in all other norms.
+    Configured,
 }
 
 /// How a model is prepared.
@@ -39,53 +48,8 @@ pub struct LoadOptions {
     pub attention: Attention,
     /// Arithmetic.
     pub arith: Arith,
-}
-
-/// Weights of grouped-query attention.
-#[derive(Debug)]
-pub(crate) struct GqaWeights {
-    pub(crate) q: Matrix,
-    pub(crate) k: Matrix,
-    pub(crate) v: Matrix,
-    pub(crate) q_bias: Option<Vec<f32>>,
-    pub(crate) k_bias: Option<Vec<f32>>,
-    pub(crate) v_bias: Option<Vec<f32>>,
-    /// Units are query heads.
-    pub(crate) o: RowParallel,
-}
-
-/// Weights of latent attention.
-#[derive(Debug)]
-pub(crate) struct MlaWeights {
-    pub(crate) q: Matrix,
-    pub(crate) q_bias: Option<Vec<f32>>,
-    pub(crate) kv_a: Matrix,
-    pub(crate) kv_a_bias: Option<Vec<f32>>,
-    /// Per head `[lora][nope]`: applied to a query, it gives the query's latent part. Empty when `nope` is 0.
-    pub(crate) w_uk: Vec<Matrix>,
-    /// Per head `[v_dim][lora]`.
-    pub(crate) w_uv: Vec<Matrix>,
-    /// Units are query heads.
-    pub(crate) o: RowParallel,
-}
-
-/// Weights of a layer's attention.
-#[derive(Debug)]
-pub(crate) enum AttentionWeights {
-    Gqa(GqaWeights),
-    Mla(MlaWeights),
-}
-
-/// Weights of a layer.
-#[derive(Debug)]
-pub(crate) struct Layer {
-    pub(crate) attn_norm: Vec<f32>,
-    pub(crate) attention: AttentionWeights,
-    pub(crate) ffn_norm: Vec<f32>,
-    pub(crate) gate: Matrix,
-    pub(crate) up: Matrix,
-    /// Units are [`FFN_UNIT`] columns, the last one padded with zeros.
-    pub(crate) down: RowParallel,
+    /// Epsilon of the latents' norms.
+    pub latent_eps: LatentEps,
 }
 
 /// A loaded model.
@@ -110,7 +74,7 @@ impl Model {
     /// Loads a GGUF file or a Hugging Face folder, on all cores.
     ///
     /// # Errors
-    /// [`LoadError`] names the file and the tensor or key.
+    /// [`LoadError`] names the file and the tensor or key; [`LoadError::TooLarge`] comes before any weight is read.
     pub fn load(path: &Path, options: LoadOptions) -> Result<Arc<Self>, LoadError> {
         Self::from_checkpoint(&Checkpoint::open(path)?, options)
     }
@@ -127,8 +91,15 @@ impl Model {
     /// # Ok::<(), checkpoint::LoadError>(())
     /// ```
     pub fn from_checkpoint(checkpoint: &Checkpoint, options: LoadOptions) -> Result<Arc<Self>, LoadError> {
+        checkpoint.fits_memory()?;
         let config = checkpoint.config().clone();
-        let mla = (options.attention == Attention::Mla).then(|| config.to_mla());
+        let latent = config.mla.is_some() || options.attention == Attention::Mla;
+        let eps = match options.latent_eps {
+            LatentEps::Published => MlaConfig::LATENT_EPS,
+            LatentEps::Configured => config.rms_eps,
+        };
+        let mla = latent.then(|| config.to_mla());
+        let mla = mla.map(|mla| MlaConfig { latent_norm: mla.latent_norm.map(|_| eps), ..mla });
         let arith = options.arith;
         let (layers, sha256) = thread::scope(|scope| {
             let sha256 = scope.spawn(|| checkpoint.digest().to_owned());
@@ -143,14 +114,15 @@ impl Model {
             None => (None, embedding),
         };
         let digest = format!(
-            "{sha256} {} {}",
-            match options.attention {
-                Attention::Gqa => "gqa",
-                Attention::Mla => "mla",
-            },
+            "{sha256} {} {}{}",
+            if latent { "mla" } else { "gqa" },
             match arith {
                 Arith::Canonical => "canonical",
                 Arith::Fast => "fast",
+            },
+            match options.latent_eps {
+                LatentEps::Configured if config.mla.is_some() => " latent-eps=configured",
+                _ => "",
             }
         );
         Ok(Arc::new(Self {
@@ -200,14 +172,22 @@ impl Model {
         self.options
     }
 
-    /// What it caches per token.
+    /// What it caches, per token and per request.
     #[must_use]
     pub fn shape(&self) -> CacheShape {
         let narrow = |n: usize| u32::try_from(n).unwrap_or(u32::MAX);
         let layers = narrow(self.config.layers);
-        match &self.mla {
-            Some(mla) => CacheShape::mla(layers, narrow(mla.lora + mla.rope)),
-            None => CacheShape::gqa(layers, narrow(self.config.kv_heads), narrow(self.config.head_dim)),
+        match (&self.mla, &self.config.kda) {
+            (Some(mla), Some(kda)) => {
+                let full = (0..layers).map(LayerId).filter(|layer| !kda.has(*layer)).collect();
+                let rows = PartShape::rows(Part::Latent, full, 1, narrow(mla.lora + mla.rope));
+                let linear = kda.layers.iter().copied().map(LayerId).collect();
+                let [conv, recurrent] =
+                    CacheShape::kda(linear, narrow(kda.heads), narrow(kda.head_dim), narrow(kda.kernel));
+                CacheShape { parts: vec![rows, conv, recurrent] }
+            }
+            (Some(mla), None) => CacheShape::mla(layers, narrow(mla.lora + mla.rope)),
+            (None, _) => CacheShape::gqa(layers, narrow(self.config.kv_heads), narrow(self.config.head_dim)),
         }
     }
 
@@ -266,10 +246,6 @@ impl Model {
         &self.head
     }
 
-    pub(crate) fn ffn_units(&self) -> usize {
-        self.config.ffn.div_ceil(FFN_UNIT)
-    }
-
     /// The embedding of `token`, `[hidden]`; zeros for an id that is not in the vocabulary.
     pub(crate) fn embed(&self, token: u32, row: &mut [f32]) {
         let token = token as usize;
@@ -300,7 +276,8 @@ fn layers(checkpoint: &Checkpoint, mla: Option<&MlaConfig>) -> Result<Vec<Layer>
                         break;
                     }
                     let id = LayerId(u32::try_from(layer).unwrap_or(u32::MAX));
-                    let packed = checkpoint.layer(id).map(|tensors| pack(tensors, checkpoint.config(), mla));
+                    let packed =
+                        checkpoint.layer(id).map(|tensors| Layer::pack(tensors, checkpoint.config(), mla));
                     done.lock().unwrap_or_else(PoisonError::into_inner).push((layer, packed));
                 }
             });
@@ -309,72 +286,4 @@ fn layers(checkpoint: &Checkpoint, mla: Option<&MlaConfig>) -> Result<Vec<Layer>
     let mut done = done.into_inner().unwrap_or_else(PoisonError::into_inner);
     done.sort_unstable_by_key(|(layer, _)| *layer);
     done.into_iter().map(|(_, layer)| layer).collect()
-}
-
-fn pack(tensors: LayerTensors, config: &ModelConfig, mla: Option<&MlaConfig>) -> Layer {
-    let (hidden, heads, dim) = (config.hidden, config.heads, config.head_dim);
-    let latent = mla.map(|mla| pack_mla(tensors.to_mla(config), mla, hidden));
-    let LayerTensors { attn_norm, q, k, v, q_bias, k_bias, v_bias, o, ffn_norm, gate, up, down } = tensors;
-    let attention = latent.map_or_else(
-        || {
-            AttentionWeights::Gqa(GqaWeights {
-                q: Matrix::new(heads * dim, hidden, &q),
-                k: Matrix::new(config.kv_heads * dim, hidden, &k),
-                v: Matrix::new(config.kv_heads * dim, hidden, &v),
-                q_bias,
-                k_bias,
-                v_bias,
-                o: RowParallel::new(hidden, dim, heads, &o),
-            })
-        },
-        AttentionWeights::Mla,
-    );
-    let units = config.ffn.div_ceil(FFN_UNIT);
-    let padded = units * FFN_UNIT;
-    let more_rows = |mut matrix: Vec<f32>| {
-        matrix.resize(padded * hidden, 0.0);
-        matrix
-    };
-    let down = if padded == config.ffn {
-        down
-    } else {
-        let mut wide = vec![0.0; hidden * padded];
-        for (to, from) in wide.chunks_exact_mut(padded).zip(down.chunks_exact(config.ffn)) {
-            to[..config.ffn].copy_from_slice(from);
-        }
-        wide
-    };
-    Layer {
-        attn_norm,
-        attention,
-        ffn_norm,
-        gate: Matrix::new(padded, hidden, &more_rows(gate)),
-        up: Matrix::new(padded, hidden, &more_rows(up)),
-        down: RowParallel::new(hidden, FFN_UNIT, units, &down),
-    }
-}
-
-fn pack_mla(tensors: MlaTensors, mla: &MlaConfig, hidden: usize) -> MlaWeights {
-    let transposed = |w: &[f32]| {
-        let mut turned = vec![0.0; w.len()];
-        for (i, row) in w.chunks_exact(mla.lora).enumerate() {
-            for (j, value) in row.iter().enumerate() {
-                turned[j * mla.nope + i] = *value;
-            }
-        }
-        Matrix::new(mla.lora, mla.nope, &turned)
-    };
-    MlaWeights {
-        q: Matrix::new(mla.heads * (mla.nope + mla.rope), hidden, &tensors.q),
-        q_bias: tensors.q_bias,
-        kv_a: Matrix::new(mla.lora + mla.rope, hidden, &tensors.kv_a),
-        kv_a_bias: tensors.kv_a_bias,
-        w_uk: tensors.w_uk.chunks_exact((mla.nope * mla.lora).max(1)).map(transposed).collect(),
-        w_uv: tensors
-            .w_uv
-            .chunks_exact(mla.v_dim * mla.lora)
-            .map(|w| Matrix::new(mla.v_dim, mla.lora, w))
-            .collect(),
-        o: RowParallel::new(hidden, mla.v_dim, mla.heads, &tensors.o),
-    }
 }

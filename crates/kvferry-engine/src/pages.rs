@@ -1,10 +1,10 @@
 //! Which pages of the pool belong to whom. One allocator per instance: a page id is valid on every rank (mirrored
 //! tables). A page is free, or one request's own, or in the prefix cache, where several requests may read it and nobody
-//! writes it. Not for the bytes in the pages (`pool`), nor for who is let in when (`scheduler`).
+//! writes it. In a model with state per request, a request also has one state slot, on every rank the same. Not for the bytes in the pages (`pool`), nor for who is let in when (`scheduler`).
 
 use std::collections::VecDeque;
 
-use kvferry_plan::{PageId, PageTable, PrefixBlock};
+use kvferry_plan::{PageId, PageTable, PrefixBlock, SlotId};
 
 use crate::prefix::{Found, Pin, Prefixes};
 
@@ -18,12 +18,18 @@ pub(crate) struct Lease {
     /// compute the same block, the pages of the slower one stay its own.
     pin: Pin,
     cached: u64,
+    slot: Option<SlotId>,
 }
 
 impl Lease {
     /// The pages as the table that every rank uses.
     pub(crate) fn table(&self) -> &PageTable {
         &self.table
+    }
+
+    /// The state slot, in a model that has such state.
+    pub(crate) fn slot(&self) -> Option<SlotId> {
+        self.slot
     }
 
     /// Tokens at the beginning whose cache lay in the pages when they were taken.
@@ -39,13 +45,20 @@ pub(crate) struct Pages {
     // First in, first out: a page rests as long as possible before it has a new owner.
     free: VecDeque<PageId>,
     cache: Option<(Prefixes, PrefixBlock)>,
+    /// Free state slots, in a model that has such state.
+    slots: Option<VecDeque<SlotId>>,
 }
 
 impl Pages {
     /// `total` free pages. Prefixes are shared in units of `block`, if there is one.
     pub(crate) fn new(total: u32, block: Option<PrefixBlock>) -> Self {
         let cache = block.and_then(|block| Some((Prefixes::new(block)?, block)));
-        Self { total, free: (0..total).map(PageId).collect(), cache }
+        Self { total, free: (0..total).map(PageId).collect(), cache, slots: None }
+    }
+
+    /// The same with a state slot for each of up to `count` requests.
+    pub(crate) fn with_slots(self, count: u32) -> Self {
+        Self { slots: Some((0..count).map(SlotId).collect()), ..self }
     }
 
     /// Pages of the pool.
@@ -83,12 +96,13 @@ impl Pages {
         self.free().saturating_add(self.count(|_| found.pinned()))
     }
 
-    /// Takes `count` pages, the first of which are those that were `found`; or none. What is evicted for them is told to
+    /// Takes `count` pages, the first of which are those that were `found`, and a slot if requests have one; or nothing. What is evicted for them is told to
     /// `retire`, before it has its new owner.
     pub(crate) fn take(&mut self, count: u32, found: Found, mut retire: impl FnMut(PageId)) -> Option<Lease> {
-        if count > self.free_for(&found) {
+        if count > self.free_for(&found) || self.slots.as_ref().is_some_and(VecDeque::is_empty) {
             return None;
         }
+        let slot = self.slots.as_mut().and_then(VecDeque::pop_front);
         let (mut table, mut pin, mut cached) = (Vec::new(), Pin::default(), 0);
         if let Some((cache, block)) = &mut self.cache {
             cached = block.tokens.saturating_mul(found.blocks() as u64);
@@ -107,7 +121,7 @@ impl Pages {
         }
         table.extend(self.free.drain(..wanted.min(self.free.len())));
         let own = (0..table.len()).map(|entry| entry >= shared).collect();
-        Some(Lease { table: PageTable(table), own, pin, cached })
+        Some(Lease { table: PageTable(table), own, pin, cached, slot })
     }
 
     /// Lets others read the blocks of a request whose cache is complete for `tokens`, from the first one on. They are
@@ -129,6 +143,9 @@ impl Pages {
     pub(crate) fn give_back(&mut self, lease: Lease, mut retire: impl FnMut(PageId)) {
         if let Some((cache, _)) = &mut self.cache {
             cache.unpin(lease.pin);
+        }
+        if let (Some(slots), Some(slot)) = (&mut self.slots, lease.slot) {
+            slots.push_back(slot);
         }
         for (page, own) in lease.table.0.into_iter().zip(lease.own) {
             if own {

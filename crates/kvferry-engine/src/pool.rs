@@ -5,7 +5,8 @@ use std::sync::Arc;
 
 use kvferry_arena::{Arena, Memory};
 use kvferry_plan::{
-    Bytes, CacheShape, Dtype, LayerId, PageTable, Part, PartLayout, Placement, PoolLayout, RankId, Token,
+    Bytes, CacheShape, Dtype, LayerId, PageTable, Part, PartLayout, Placement, PoolLayout, RankId, SlotId,
+    Token,
 };
 
 use crate::{
@@ -21,6 +22,18 @@ struct Held {
     class: u32,
     /// Elements of a row: local heads x elements of a head.
     elems: usize,
+}
+
+impl Held {
+    /// Checks that `elems` are a whole slot of state.
+    fn whole(&self, elems: usize) -> Result<(), EngineError> {
+        let slot = self.elems * self.layout.page_size as usize;
+        if elems == slot {
+            Ok(())
+        } else {
+            Err(EngineError::Pool(format!("{elems} elements for a slot of {slot}")))
+        }
+    }
 }
 
 /// The pool of one rank.
@@ -53,20 +66,21 @@ impl RowBuffer {
 }
 
 impl Pool {
-    /// The pool of `rank` with `pages` pages.
+    /// The pool of `rank` with so many pages and state slots.
     pub(crate) fn new(
         shape: &CacheShape,
         placement: &Placement,
         rank: RankId,
-        pages: u32,
+        (pages, slots): (u32, u32),
     ) -> Result<Self, EngineError> {
-        let layout = PoolLayout::new(shape, placement, rank, pages)
+        let layout = PoolLayout::with_slots(shape, placement, rank, pages, slots)
             .map_err(|error| EngineError::Layout(error.to_string()))?;
         let held = shape
             .parts
             .iter()
             .filter_map(|part| {
-                let elems = placement.heads(part, rank).len() * part.head_elems as usize;
+                let heads: usize = placement.shares(part, rank).map(|share| share.len()).sum();
+                let elems = heads * part.head_elems as usize;
                 let layout = *placement.part(part.part)?;
                 Some(Held { layout, class: placement.class(part.part, rank), elems })
             })
@@ -135,6 +149,10 @@ impl Pool {
             return Err(EngineError::Pool(format!("{} elements for rows of {}", values.len(), held.elems)));
         }
         let offset = self.offset(at, held, table, local)?;
+        self.store(held, offset, values)
+    }
+
+    fn store(&self, held: &Held, offset: Bytes, values: &[f32]) -> Result<(), EngineError> {
         match held.layout.dtype {
             Dtype::F32 => self.arena.write(offset, bytemuck::cast_slice(values)).map_err(EngineError::from),
             Dtype::Bf16 => {
@@ -144,6 +162,74 @@ impl Pool {
             }
             other => Err(EngineError::Layout(format!("kv={other} is not built yet"))),
         }
+    }
+
+    fn fetch(
+        &self,
+        held: &Held,
+        offset: Bytes,
+        values: &mut [f32],
+        narrow: &mut Vec<u16>,
+    ) -> Result<(), EngineError> {
+        match held.layout.dtype {
+            Dtype::F32 => {
+                self.arena.read(offset, bytemuck::cast_slice_mut(values)).map_err(EngineError::from)
+            }
+            Dtype::Bf16 => {
+                narrow.resize(values.len(), 0);
+                self.arena.read(offset, bytemuck::cast_slice_mut(narrow))?;
+                widen_bf16(narrow, values);
+                Ok(())
+            }
+            other => Err(EngineError::Layout(format!("kv={other} is not built yet"))),
+        }
+    }
+
+    /// Rounds values to what the pool keeps of them.
+    pub(crate) fn round(&self, part: Part, values: &mut [f32]) -> Result<(), EngineError> {
+        match self.held(part)?.layout.dtype {
+            Dtype::F32 => Ok(()),
+            Dtype::Bf16 => {
+                let mut narrow = vec![0_u16; values.len()];
+                narrow_bf16(values, &mut narrow);
+                widen_bf16(&narrow, values);
+                Ok(())
+            }
+            other => Err(EngineError::Layout(format!("kv={other} is not built yet"))),
+        }
+    }
+
+    /// Where the rows of a slot begin, and how many elements they have together.
+    fn slot(&self, (layer, part): (LayerId, Part), slot: SlotId) -> Result<(&Held, Bytes), EngineError> {
+        let held = self.held(part)?;
+        let region = self.arena.layout().region(layer, part);
+        let offset = region.and_then(|region| region.row_offset(held.layout.slot_row(slot)));
+        let missing = || EngineError::Pool(format!("layer {layer} has no `{part}` slot {slot} here"));
+        Ok((held, offset.ok_or_else(missing)?))
+    }
+
+    /// Stores a request's state, `[window][elements]`.
+    pub(crate) fn write_state(
+        &self,
+        at: (LayerId, Part),
+        slot: SlotId,
+        values: &[f32],
+    ) -> Result<(), EngineError> {
+        let (held, offset) = self.slot(at, slot)?;
+        held.whole(values.len())?;
+        self.store(held, offset, values)
+    }
+
+    /// Reads what [`Pool::write_state`] stored, or a hand-off brought.
+    pub(crate) fn read_state(
+        &self,
+        at: (LayerId, Part),
+        slot: SlotId,
+        values: &mut [f32],
+    ) -> Result<(), EngineError> {
+        let (held, offset) = self.slot(at, slot)?;
+        held.whole(values.len())?;
+        self.fetch(held, offset, values, &mut Vec::new())
     }
 
     /// Reads the first `rows` local rows, which are this rank's tokens in order.
@@ -163,15 +249,7 @@ impl Pool {
         for (k, values) in all.chunks_mut((page * elems).max(1)).enumerate() {
             // A page's rows lie one after the other.
             let offset = self.offset(at, held, table, (k * page) as u64)?;
-            match held.layout.dtype {
-                Dtype::F32 => self.arena.read(offset, bytemuck::cast_slice_mut(values))?,
-                Dtype::Bf16 => {
-                    into.narrow.resize(values.len(), 0);
-                    self.arena.read(offset, bytemuck::cast_slice_mut(&mut into.narrow))?;
-                    widen_bf16(&into.narrow, values);
-                }
-                other => return Err(EngineError::Layout(format!("kv={other} is not built yet"))),
-            }
+            self.fetch(held, offset, values, &mut into.narrow)?;
         }
         Ok(())
     }

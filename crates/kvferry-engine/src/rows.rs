@@ -6,13 +6,14 @@ use std::{ops::Range, sync::Arc};
 use kvferry_arena::{Arena, Memory};
 use kvferry_plan::{
     Bytes, CacheShape, Dtype, Generation, HeadId, LayerId, PageTable, Part, PartShape, Placement, RankId,
-    RoomKey, Token,
+    RoomKey, SlotId, Token,
 };
 use serde::Serialize;
 
-use crate::EngineError;
+use crate::{EngineError, pages::Lease};
 
-/// The name of a piece of cache content: one token of one head.
+/// The name of a piece of cache content: one token of one head. Of per-request state, one row of its window stands in
+/// the place of a token, and heads are counted over all channel groups.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Coordinate {
     /// The layer.
@@ -21,11 +22,12 @@ pub struct Coordinate {
     pub part: Part,
     /// The head, 0 for latent rows.
     pub head: HeadId,
-    /// The token.
+    /// The token, or the row of the state.
     pub token: Token,
 }
 
-/// The cache of one request's prompt in one engine, as long as the request is not released.
+/// The cache of one request's prompt in one engine, as long as the request is not released. Its state is that after the
+/// last token that was computed, which may be one of the answer.
 #[derive(Clone, Debug)]
 pub struct Rows {
     key: RoomKey,
@@ -35,7 +37,10 @@ pub struct Rows {
     arenas: Vec<Arc<Arena>>,
     table: PageTable,
     generations: Vec<Generation>,
+    slot: Option<(SlotId, Generation)>,
     prompt: u64,
+    /// Tokens that the state has taken in.
+    filled: u64,
 }
 
 /// What a [`RankRows`] holds of one part.
@@ -43,13 +48,15 @@ pub struct Rows {
 pub struct PartRows {
     /// The part.
     pub part: Part,
-    /// Heads, of the whole model's.
-    pub heads: Range<u32>,
+    /// The rank's layers that have it, ascending.
+    pub layers: Vec<LayerId>,
+    /// Heads, of the whole model's: one run, or of per-request state one in each channel group.
+    pub heads: Vec<Range<u32>>,
     /// Elements of one head of one token.
     pub head_elems: u32,
     /// Element type.
     pub dtype: Dtype,
-    /// Tokens that the rank holds, ascending.
+    /// Tokens that the rank holds, or the rows of the state, ascending.
     pub tokens: Vec<Token>,
 }
 
@@ -73,10 +80,13 @@ impl Rows {
         model: &str,
         (shape, placement): (&CacheShape, &Placement),
         arenas: Vec<Arc<Arena>>,
-        table: PageTable,
-        prompt: u64,
+        lease: &Lease,
+        (prompt, filled): (u64, u64),
     ) -> Result<Self, EngineError> {
         let first = arenas.first().cloned();
+        let table = lease.table().clone();
+        let slot = lease.slot().zip(first.as_ref());
+        let slot = slot.map(|(slot, arena)| Ok::<_, EngineError>((slot, arena.slot_generation(slot)?)));
         let generations = table
             .0
             .iter()
@@ -90,7 +100,9 @@ impl Rows {
             arenas,
             table,
             generations,
+            slot: slot.transpose()?,
             prompt,
+            filled,
         })
     }
 
@@ -100,6 +112,11 @@ impl Rows {
         self.prompt
     }
 
+    /// Rows of a part: the prompt's tokens, or those of its state.
+    fn tokens(&self, part: &PartShape) -> u64 {
+        part.state.as_ref().map_or(self.prompt, |state| state.window.into())
+    }
+
     /// Every coordinate of the prompt, in the order layer, part, token, head.
     pub fn coordinates(&self) -> impl Iterator<Item = Coordinate> + '_ {
         let mut layers: Vec<LayerId> = self.shape.parts.iter().flat_map(|part| part.layers.clone()).collect();
@@ -107,7 +124,7 @@ impl Rows {
         layers.dedup();
         layers.into_iter().flat_map(move |layer| {
             self.shape.parts.iter().filter(move |part| part.layers.contains(&layer)).flat_map(move |part| {
-                (0..self.prompt).flat_map(move |token| {
+                (0..self.tokens(part)).flat_map(move |token| {
                     (0..part.heads).map(move |head| Coordinate {
                         layer,
                         part: part.part,
@@ -159,9 +176,9 @@ impl Rows {
             self.shape.parts.iter().filter_map(|part| self.part_rows(part, rank)).collect();
         let mut bytes = Vec::new();
         for layer in &layers {
-            for part in &parts {
+            for part in parts.iter().filter(|part| part.layers.contains(layer)) {
                 for token in &part.tokens {
-                    for head in part.heads.clone() {
+                    for head in part.heads.iter().flat_map(Clone::clone) {
                         let at =
                             Coordinate { layer: *layer, part: part.part, head: HeadId(head), token: *token };
                         bytes.extend(self.bytes_on(rank, at)?.unwrap_or_default());
@@ -182,12 +199,15 @@ impl Rows {
         if self.model != from.model || self.shape != from.shape {
             return refuse(format!("the model here is {}, there {}", self.model, from.model));
         }
+        if from.slot.is_some() && from.filled != from.prompt {
+            return refuse(format!("the state there is after {} tokens, not after the prompt", from.filled));
+        }
         for part in &self.placement.parts {
             if from.placement.part(part.part).map(|p| p.dtype) != Some(part.dtype) {
                 return refuse(format!("the element type of `{}` differs", part.part));
             }
         }
-        for at in from.coordinates().filter(|at| at.token.0 >= cached) {
+        for at in from.coordinates().filter(|at| at.part.is_state() || at.token.0 >= cached) {
             let Some(bytes) = from.bytes(at)? else {
                 return refuse(format!("nobody holds {at:?}"));
             };
@@ -212,37 +232,48 @@ impl Rows {
 
     /// Where `rank` keeps a coordinate, and its length.
     fn locate(&self, rank: RankId, at: Coordinate) -> Option<(Bytes, usize)> {
-        if at.token.0 >= self.prompt {
-            return None;
-        }
         let shape = self.shape.part(at.part)?;
         let layout = self.placement.part(at.part)?;
-        let heads = self.placement.heads(shape, rank);
-        let head = heads.contains(&at.head.0).then(|| u64::from(at.head.0 - heads.start))?;
-        let local = layout.tokens.local(at.token, self.placement.class(at.part, rank))?;
-        let row = self.table.row(local, layout.page_size)?;
+        if at.token.0 >= self.tokens(shape) {
+            return None;
+        }
+        // Heads of a row lie one after the other, those of the next channel group behind them.
+        let mut head = 0;
+        let mut found = None;
+        for share in self.placement.shares(shape, rank) {
+            if share.contains(&at.head.0) {
+                found = Some(head + u64::from(at.head.0 - share.start));
+            }
+            head += share.len() as u64;
+        }
+        let row = match self.slot {
+            Some((slot, _)) if at.part.is_state() => kvferry_plan::Row(layout.slot_row(slot).0 + at.token.0),
+            _ => {
+                let local = layout.tokens.local(at.token, self.placement.class(at.part, rank))?;
+                self.table.row(local, layout.page_size)?
+            }
+        };
         let region = self.arenas.get(rank.index())?.layout().region(at.layer, at.part)?;
         let len = u64::from(shape.head_elems) * layout.dtype.size().0;
-        let offset = Bytes(region.row_offset(row)?.0 + head * len);
+        let offset = Bytes(region.row_offset(row)?.0 + found? * len);
         Some((offset, usize::try_from(len).ok()?))
     }
 
     fn part_rows(&self, shape: &PartShape, rank: RankId) -> Option<PartRows> {
         let layout = self.placement.part(shape.part)?;
         let class = self.placement.class(shape.part, rank);
+        let held = |token: &Token| shape.state.is_some() || layout.tokens.local(*token, class).is_some();
         Some(PartRows {
             part: shape.part,
-            heads: self.placement.heads(shape, rank),
+            layers: self.placement.layers(shape, rank),
+            heads: self.placement.shares(shape, rank).collect(),
             head_elems: shape.head_elems,
             dtype: layout.dtype,
-            tokens: (0..self.prompt)
-                .map(Token)
-                .filter(|token| layout.tokens.local(*token, class).is_some())
-                .collect(),
+            tokens: (0..self.tokens(shape)).map(Token).filter(held).collect(),
         })
     }
 
-    /// A page that has changed its owner since holds another request's rows.
+    /// A page or slot that has changed its owner since holds another request's rows.
     fn alive(&self) -> Result<(), EngineError> {
         let Some(arena) = self.arenas.first() else { return Ok(()) };
         for (page, then) in self.table.0.iter().zip(&self.generations) {
@@ -250,6 +281,11 @@ impl Rows {
                 return Err(EngineError::UnknownRoom(self.key));
             }
         }
-        Ok(())
+        match self.slot {
+            Some((slot, then)) if arena.slot_generation(slot)? != then => {
+                Err(EngineError::UnknownRoom(self.key))
+            }
+            _ => Ok(()),
+        }
     }
 }

@@ -96,11 +96,18 @@ impl Scheduler {
         (commands, inbox): (Sender<Command>, Receiver<Command>),
         stats: Arc<Mutex<EngineStats>>,
     ) -> Self {
-        let block = if config.prefix_cache { forward.placement().prefix_block() } else { None };
+        let stateful = forward.slots() > 0;
+        let shared = config.prefix_cache && !stateful;
+        let block = if shared { forward.placement().prefix_block() } else { None };
         if config.prefix_cache && block.is_none() {
-            tracing::info!("no run of pages holds consecutive tokens on every rank: prefixes are not shared");
+            let reason = match stateful {
+                true => "the model has state per request, and only where a request has stopped",
+                false => "no run of pages holds consecutive tokens on every rank",
+            };
+            tracing::info!(reason, "prefixes are not shared");
         }
         let pages = Pages::new(forward.pages(), block);
+        let pages = if stateful { pages.with_slots(forward.slots()) } else { pages };
         let scheduler = Self {
             forward,
             capacity,
@@ -226,7 +233,7 @@ impl Scheduler {
         let Some(lease) = &job.lease else {
             return Err(EngineError::RoomState { key, reason: "it waits for pages".into() });
         };
-        self.forward.rows(key, lease.table().clone(), job.prompt_tokens)
+        self.forward.rows(key, lease, job.prompt_tokens, job.filled)
     }
 
     /// Nobody wants the results of these any more.
@@ -266,7 +273,7 @@ impl Scheduler {
             };
             let Some(lease) = self.pages.take(pages, found, |page| self.forward.retire(page)) else { break };
             self.queue.pop_front();
-            let (table, cached) = (lease.table().clone(), lease.cached());
+            let (table, slot, cached) = (lease.table().clone(), lease.slot(), lease.cached());
             (job.lease, job.place) = (Some(lease), None);
             (job.cached, job.filled) = (cached, cached);
             job.state = if job.kind == Kind::Decode { State::Reserved } else { State::Prefilling };
@@ -278,7 +285,7 @@ impl Scheduler {
             {
                 let prefill = job.kind == Kind::Prefill;
                 // One that nobody waits for any more comes back at once.
-                granted.send(Ok(RoomLease::new(key, id, (table, cached), self.commands.clone())));
+                granted.send(Ok(RoomLease::new((key, id), table, slot, cached, self.commands.clone())));
                 if prefill {
                     self.hand_over_cached(key, cached);
                 }
@@ -308,8 +315,9 @@ impl Scheduler {
                 let job = self.jobs.get(&id)?;
                 let (tokens, start) = job.next_tokens(count);
                 let end = start + tokens.len() as u64;
-                let table = job.lease.as_ref()?.table();
-                Some((id, Piece { tokens, start, table, logits: end >= job.prompt_tokens }))
+                let lease = job.lease.as_ref()?;
+                let (table, slot) = (lease.table(), lease.slot());
+                Some((id, Piece { tokens, start, table, slot, logits: end >= job.prompt_tokens }))
             })
             .unzip();
         if pieces.is_empty() {
@@ -428,6 +436,9 @@ impl Scheduler {
         }
         self.queue.retain(|queued| *queued != id);
         if let Some(lease) = job.lease {
+            if let Some(slot) = lease.slot() {
+                self.forward.retire_slot(slot);
+            }
             self.pages.give_back(lease, |page| self.forward.retire(page));
         }
     }

@@ -1,10 +1,13 @@
 //! Which part of every matrix a rank works on. Query heads stay with the KV head they read; the ranks that hold the
-//! same KV heads (replicas, and the ranks of a DCP head group) split its query heads. The feed-forward network is
-//! split in whole units, the vocabulary by rows. A rank with nothing to do is fine.
+//! same KV heads (replicas, and the ranks of a DCP head group) split its query heads. Heads of linear attention lie
+//! where their state does. Feed-forward networks are split in whole units, the vocabulary by rows; experts are dealt
+//! to groups of ranks, whose ranks split the units of each. A rank with nothing to do is fine.
 
 use std::ops::Range;
 
-use kvferry_plan::{CacheShape, PartShape, Placement, RankId, TokenMap, shard};
+use kvferry_plan::{CacheShape, Part, PartShape, Placement, RankId, TokenMap, shard};
+
+use crate::{checkpoint::ModelConfig, weights::ffn_units};
 
 /// One rank's work.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -15,8 +18,16 @@ pub(crate) struct Share {
     pub(crate) heads: Range<usize>,
     /// Query heads that the ranks of its head group attend with, each over its own tokens.
     pub(crate) group_heads: Range<usize>,
-    /// Feed-forward units.
+    /// Heads of linear attention, whose state the rank holds.
+    pub(crate) linear_heads: Range<usize>,
+    /// Feed-forward units, where there are no experts.
     pub(crate) units: Range<usize>,
+    /// Units of the expert of all tokens.
+    pub(crate) shared_units: Range<usize>,
+    /// Experts of which the rank computes a part.
+    pub(crate) experts: Range<usize>,
+    /// That part: units of each of these experts.
+    pub(crate) expert_units: Range<usize>,
     /// Vocabulary rows of the output head.
     pub(crate) vocab: Range<usize>,
 }
@@ -26,18 +37,45 @@ pub(crate) struct Share {
 pub(crate) struct Totals {
     /// Query heads.
     pub(crate) heads: u32,
-    /// Feed-forward units.
+    /// Feed-forward units, where there are no experts.
     pub(crate) units: u32,
+    /// Units of the expert of all tokens.
+    pub(crate) shared_units: u32,
+    /// Experts.
+    pub(crate) experts: u32,
+    /// Units of one expert.
+    pub(crate) expert_units: u32,
+    /// Groups of ranks to which experts are dealt; divides the ranks.
+    pub(crate) expert_groups: u32,
     /// Vocabulary.
     pub(crate) vocab: u32,
 }
 
+impl Totals {
+    /// What a model has, with its experts dealt to `expert_groups`.
+    pub(crate) fn of(config: &ModelConfig, expert_groups: u32) -> Self {
+        let narrow = |n: usize| u32::try_from(n).unwrap_or(u32::MAX);
+        let moe = config.moe.as_ref();
+        Self {
+            heads: narrow(config.heads),
+            units: narrow(ffn_units(config.ffn)),
+            shared_units: moe.map_or(0, |moe| narrow(ffn_units(moe.shared_ffn))),
+            experts: moe.map_or(0, |moe| narrow(moe.experts)),
+            expert_units: moe.map_or(0, |moe| narrow(ffn_units(moe.ffn))),
+            expert_groups,
+            vocab: narrow(config.vocab),
+        }
+    }
+}
+
 /// The shares of all ranks, in rank order.
 pub(crate) fn shares(shape: &CacheShape, placement: &Placement, totals: Totals) -> Vec<Share> {
-    // Keys and values (or the latent alone) have the same heads.
+    // Keys and values have the same heads; a latent comes before any state.
     let Some(part) = shape.parts.first() else { return Vec::new() };
     let ranks = placement.tp;
     let group = dcp(placement);
+    let of_expert = (ranks / totals.expert_groups.max(1)).max(1);
+    let linear = shape.part(Part::Recurrent);
     (0..ranks)
         .map(|rank| {
             let first = rank / group * group;
@@ -49,7 +87,11 @@ pub(crate) fn shares(shape: &CacheShape, placement: &Placement, totals: Totals) 
                 kv_heads: wide(placement.heads(part, RankId(rank))),
                 heads: wide(query_heads(part, placement, totals.heads, rank)),
                 group_heads: wide(start..end),
+                linear_heads: wide(linear.map_or(0..0, |part| placement.heads(part, RankId(rank)))),
                 units: wide(shard(totals.units, ranks, rank)),
+                shared_units: wide(shard(totals.shared_units, ranks, rank)),
+                experts: wide(shard(totals.experts, totals.expert_groups, rank / of_expert)),
+                expert_units: wide(shard(totals.expert_units, of_expert, rank % of_expert)),
                 vocab: wide(shard(totals.vocab, ranks, rank)),
             }
         })
@@ -88,7 +130,35 @@ mod tests {
 
     fn build(shape: &CacheShape, heads: u32, spec: &str) -> Vec<Share> {
         let placement = spec.parse::<LayoutSpec>().unwrap().placement(shape, Dtype::F32).unwrap();
-        shares(shape, &placement, Totals { heads, units: 24, vocab: 100 })
+        let totals = Totals {
+            heads,
+            units: 24,
+            shared_units: 3,
+            experts: 7,
+            expert_units: 5,
+            expert_groups: spec.split_once(",ep=").map_or(1, |(_, ep)| ep.parse().unwrap()),
+            vocab: 100,
+        };
+        shares(shape, &placement, totals)
+    }
+
+    #[test]
+    fn experts_go_to_groups_and_their_units_to_the_ranks_of_a_group() {
+        let shares = build(&CacheShape::mla(2, 384), 8, "tp=4,ep=2");
+        let experts: Vec<_> = shares.iter().map(|s| (s.experts.clone(), s.expert_units.clone())).collect();
+        assert_eq!(experts, [(0..3, 0..2), (0..3, 2..5), (3..7, 0..2), (3..7, 2..5)]);
+        let alone = build(&CacheShape::mla(2, 384), 8, "tp=4,ep=4");
+        assert!(alone.iter().all(|s| s.expert_units == (0..5)));
+        assert_eq!(alone.iter().map(|s| s.experts.len()).collect::<Vec<_>>(), [1, 2, 2, 2]);
+    }
+
+    #[test]
+    fn linear_heads_are_where_their_state_is() {
+        let [conv, recurrent] = CacheShape::kda([kvferry_plan::LayerId(0)].into(), 5, 16, 4);
+        let latent = PartShape::rows(Part::Latent, [kvferry_plan::LayerId(1)].into(), 1, 80);
+        let shares = build(&CacheShape { parts: vec![latent, conv, recurrent] }, 8, "tp=4,dcp=2");
+        let heads: Vec<_> = shares.iter().map(|s| s.linear_heads.clone()).collect();
+        assert_eq!(heads, [0..1, 1..2, 2..3, 3..5]);
     }
 
     #[test]

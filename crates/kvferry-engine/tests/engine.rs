@@ -17,7 +17,11 @@ use kvferry_plan::{Attempt, Blame, Dtype, HeadId, RankId, RoomId, RoomKey, Token
 use safetensors::SafeTensors;
 
 fn model(attention: Attention, arith: Arith) -> Arc<Model> {
-    Model::from_checkpoint(&checkpoint::embedded().unwrap(), LoadOptions { attention, arith }).unwrap()
+    Model::from_checkpoint(
+        &checkpoint::embedded().unwrap(),
+        LoadOptions { attention, arith, ..LoadOptions::default() },
+    )
+    .unwrap()
 }
 
 fn config(layout: &str) -> EngineConfig {
@@ -351,7 +355,7 @@ fn bad_requests_and_layouts_are_refused_by_name() {
         ("pp=2", "`pp`"),
         ("layers=0-1/2-3", "`layers`"),
         ("cp=2", "`cp`"),
-        ("ep=2", "`ep`"),
+        ("ep=2", "no experts"),
         ("kv=fp8", "fp8"),
     ] {
         let error = Engine::start(Arc::clone(&model), &config(layout), Arc::new(NoHandOff)).unwrap_err();
@@ -476,7 +480,7 @@ fn rows_are_read_by_rank_and_by_coordinate_until_the_release() {
         for layer in &of_rank.layers {
             for part in &of_rank.parts {
                 for token in &part.tokens {
-                    for head in part.heads.clone().map(HeadId) {
+                    for head in part.heads.iter().flat_map(Clone::clone).map(HeadId) {
                         let at = Coordinate { layer: *layer, part: part.part, head, token: *token };
                         assert_eq!(rows.bytes_on(rank, at).unwrap().unwrap(), bytes.next().unwrap());
                         assert!(seen.insert(at, rank).is_none(), "two ranks hold {at:?}");
@@ -524,7 +528,7 @@ fn broken_model(arith: Arith) -> Arc<Model> {
         .chunks_exact_mut(2)
         .for_each(|e| e.copy_from_slice(&[0x80, 0x7f]));
     let checkpoint = checkpoint::Checkpoint::from_safetensors("broken", &config, bytes.into()).unwrap();
-    Model::from_checkpoint(&checkpoint, LoadOptions { attention: Attention::Gqa, arith }).unwrap()
+    Model::from_checkpoint(&checkpoint, LoadOptions { arith, ..LoadOptions::default() }).unwrap()
 }
 
 #[test]

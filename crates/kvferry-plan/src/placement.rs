@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::split::same_heads;
 use crate::{
-    Blame, Bytes, CacheShape, Dtype, LayerId, PageId, Part, PartShape, RankId, Row, TokenMap, shard,
+    Blame, Bytes, CacheShape, Dtype, LayerId, PageId, Part, PartShape, RankId, Row, SlotId, TokenMap, shard,
     shard_replicated,
 };
 
@@ -39,6 +39,12 @@ impl PartLayout {
     #[must_use]
     pub fn page(&self, row: Row) -> PageId {
         PageId(u32::try_from(row.0 / u64::from(self.page_size.max(1))).unwrap_or(u32::MAX))
+    }
+
+    /// The first pool row of a state slot; the others of its window follow.
+    #[must_use]
+    pub fn slot_row(&self, slot: SlotId) -> Row {
+        Row(u64::from(slot.0).saturating_mul(u64::from(self.page_size)))
     }
 }
 

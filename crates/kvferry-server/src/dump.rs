@@ -28,13 +28,15 @@ pub enum DumpError {
 pub struct DumpPart {
     /// The part.
     pub part: Part,
-    /// Heads of the model that the rank holds.
-    pub heads: Range<u32>,
+    /// The rank's layers that have it, ascending.
+    pub layers: Vec<LayerId>,
+    /// Heads of the model that the rank holds: one run, or of per-request state one in each channel group.
+    pub heads: Vec<Range<u32>>,
     /// Elements of one head of one token.
     pub head_elems: u32,
     /// Element type.
     pub dtype: Dtype,
-    /// Tokens that the rank holds, ascending.
+    /// Tokens that the rank holds, or the rows of the state, ascending.
     pub tokens: Vec<Token>,
 }
 
@@ -56,7 +58,7 @@ pub struct KvDump {
     pub rank: RankId,
     /// Global ids of its layers, ascending.
     pub layers: Vec<LayerId>,
-    /// What it holds of each part, in each layer.
+    /// What it holds of each part.
     pub parts: Vec<DumpPart>,
     /// The bytes, in the order layer, part, token, head.
     #[serde(skip)]
@@ -69,6 +71,7 @@ impl KvDump {
     pub fn new(key: RoomKey, rows: RankRows) -> Self {
         let part = |part: PartRows| DumpPart {
             part: part.part,
+            layers: part.layers,
             heads: part.heads,
             head_elems: part.head_elems,
             dtype: part.dtype,
@@ -80,13 +83,12 @@ impl KvDump {
 
     /// Bytes that the header describes.
     fn described(&self) -> Option<u64> {
-        let layer = self.parts.iter().try_fold(0_u64, |sum, p| {
-            let heads = p.heads.end.saturating_sub(p.heads.start);
-            sum.checked_add(
-                (p.tokens.len() as u64).checked_mul(u64::from(heads))?.checked_mul(p.head_bytes().0)?,
-            )
-        })?;
-        layer.checked_mul(self.layers.len() as u64)
+        self.parts.iter().try_fold(0_u64, |sum, p| {
+            let heads = |run: &Range<u32>| u64::from(run.end.saturating_sub(run.start));
+            let heads = p.heads.iter().map(heads).try_fold(0_u64, u64::checked_add)?;
+            let rows = (p.tokens.len() as u64).checked_mul(p.layers.len() as u64)?;
+            sum.checked_add(rows.checked_mul(heads)?.checked_mul(p.head_bytes().0)?)
+        })
     }
 
     /// The header line and the bytes.
@@ -119,9 +121,9 @@ impl KvDump {
     /// Every coordinate that the rank holds, with its bytes.
     pub fn pieces(&self) -> impl Iterator<Item = (Coordinate, Dtype, &[u8])> {
         let coordinates = self.layers.iter().flat_map(move |layer| {
-            self.parts.iter().flat_map(move |p| {
+            self.parts.iter().filter(move |p| p.layers.contains(layer)).flat_map(move |p| {
                 p.tokens.iter().flat_map(move |token| {
-                    p.heads.clone().map(move |head| {
+                    p.heads.iter().flat_map(Clone::clone).map(move |head| {
                         (Coordinate { layer: *layer, part: p.part, head: HeadId(head), token: *token }, p)
                     })
                 })
@@ -143,7 +145,8 @@ mod tests {
     fn dump() -> KvDump {
         let part = |part, heads, tokens: &[u64]| DumpPart {
             part,
-            heads,
+            layers: vec![LayerId(0), LayerId(3)],
+            heads: vec![heads],
             head_elems: 1,
             dtype: Dtype::Bf16,
             tokens: tokens.iter().copied().map(Token).collect(),
@@ -182,7 +185,7 @@ mod tests {
         assert!(matches!(KvDump::decode(b"{}\n"), Err(DumpError::Header(_))));
         let mut huge = dump();
         huge.parts[0].head_elems = u32::MAX;
-        huge.parts[0].heads = 0..u32::MAX;
+        huge.parts[0].heads[0] = 0..u32::MAX;
         assert!(matches!(KvDump::decode(&huge.encode()), Err(DumpError::Length { .. })));
     }
 }

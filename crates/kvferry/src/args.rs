@@ -5,7 +5,7 @@ use std::{ffi::OsString, net::SocketAddr, path::PathBuf};
 use clap::{
     ArgMatches, Args, CommandFactory, FromArgMatches, Parser, Subcommand, ValueEnum, error::ErrorKind,
 };
-use kvferry_engine::{Attention, EngineConfig, math::Arith};
+use kvferry_engine::{Attention, EngineConfig, LoadOptions, math::Arith};
 use kvferry_plan::{Dtype, LayerSplit, LayoutSpec};
 use kvferry_registry::check_instance;
 use kvferry_server::InstanceConfig;
@@ -303,6 +303,11 @@ fn pool(command: clap::Command) -> clap::Command {
 }
 
 impl EngineArgs {
+    /// How the model is prepared.
+    pub(crate) fn load_options(&self) -> LoadOptions {
+        LoadOptions { attention: self.attention.into(), arith: self.arith.into(), ..LoadOptions::default() }
+    }
+
     /// The engine's configuration with `layout`.
     pub(crate) fn config(&self, layout: &LayoutSpec) -> EngineConfig {
         EngineConfig {

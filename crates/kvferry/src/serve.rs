@@ -3,7 +3,7 @@
 use std::{io::Read, time::Duration};
 
 use indicatif::ProgressBar;
-use kvferry_engine::{LoadOptions, Model, Voice};
+use kvferry_engine::{Model, Voice};
 use kvferry_plan::{Blame, Bytes, InstanceId};
 use kvferry_registry::{Role, bind_loopback};
 use kvferry_server::{
@@ -46,7 +46,7 @@ pub(crate) async fn run(args: ServeArgs) -> Result<(), Failure> {
     };
     let located = model::locate(&args.model, Progress::Shown).await?;
     let engine = &args.instance.engine;
-    let options = LoadOptions { attention: engine.attention.into(), arith: engine.arith.into() };
+    let options = engine.load_options();
     let served_name = args.model_name.clone().or_else(|| located.served_name());
     let loading = waiting(&args, "loading the model");
     let model = blocking(move || Ok(Model::from_checkpoint(&located.open()?, options)?)).await?;

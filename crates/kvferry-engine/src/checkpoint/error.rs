@@ -100,7 +100,9 @@ pub enum LoadError {
         wanted: Vec<u64>,
     },
     /// The file is sound, but this engine has no such model.
-    #[error("{file}: {item}: {reason}; use a llama or qwen2 model in one of the supported encodings")]
+    #[error(
+        "{file}: {item}: {reason}; use a llama, qwen2, deepseek_v3 or kimi_linear model in a supported encoding"
+    )]
     Unsupported {
         /// The file.
         file: String,
@@ -108,6 +110,21 @@ pub enum LoadError {
         item: Item,
         /// What is not supported.
         reason: String,
+    },
+    /// The weights would not fit.
+    #[error(
+        "{file}: its weights need {} of memory as f32, {} are available; \
+         use a smaller model or a machine with more memory",
+        gib(*.needs),
+        gib(*.available)
+    )]
+    TooLarge {
+        /// The file.
+        file: String,
+        /// Bytes of the weights once loaded.
+        needs: u64,
+        /// Bytes that can be had.
+        available: u64,
     },
     /// A layer was asked for that the model does not have.
     #[error("{file}: layer {layer} does not exist, the model has {layers} layers; ask for a smaller one")]
@@ -119,6 +136,13 @@ pub enum LoadError {
         /// Layers of the model.
         layers: usize,
     },
+}
+
+/// Bytes for people, in one unit so that two of them compare at a glance.
+fn gib(bytes: u64) -> String {
+    // A tenth of a GiB, rounded up.
+    let tenths = bytes.saturating_mul(10).div_ceil(1 << 30);
+    format!("{}.{} GiB", tenths / 10, tenths % 10)
 }
 
 impl LoadError {
@@ -137,6 +161,7 @@ impl LoadError {
             Self::Read { .. } | Self::Damaged { .. } | Self::Missing { .. } | Self::Shape { .. } => {
                 Blame::Environment
             }
+            Self::TooLarge { .. } => Blame::Environment,
             Self::NotAModel { .. } | Self::Unsupported { .. } | Self::NoSuchLayer { .. } => Blame::Caller,
         }
     }

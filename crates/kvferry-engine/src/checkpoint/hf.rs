@@ -3,7 +3,7 @@
 use super::{
     Arch, Blob, Item, LoadError, ModelConfig,
     error::printable,
-    safetensors,
+    hybrid, safetensors,
     store::{Store, Stored},
 };
 use serde_json::{Map, Value};
@@ -55,43 +55,56 @@ impl Json {
         self.map.get(key).filter(|value| !value.is_null())
     }
 
-    fn wrong(&self, key: &str, what: &str) -> LoadError {
+    pub(super) fn wrong(&self, key: &str, what: &str) -> LoadError {
         LoadError::damaged(&self.file, Item::key(key), format!("is not {what}"))
     }
 
-    fn missing(&self, key: &str) -> LoadError {
+    pub(super) fn missing(&self, key: &str) -> LoadError {
         LoadError::missing(&self.file, Item::key(key))
     }
 
-    fn unsupported(&self, key: &str, reason: impl Into<String>) -> LoadError {
+    pub(super) fn unsupported(&self, key: &str, reason: impl Into<String>) -> LoadError {
         LoadError::unsupported(&self.file, Item::key(key), reason)
     }
 
-    fn size_if_there(&self, key: &str) -> Result<Option<usize>, LoadError> {
+    pub(super) fn size_if_there(&self, key: &str) -> Result<Option<usize>, LoadError> {
         let read = |value: &Value| {
             value.as_u64().and_then(|n| usize::try_from(n).ok()).ok_or_else(|| self.wrong(key, "a size"))
         };
         self.value(key).map(read).transpose()
     }
 
-    fn size(&self, key: &str) -> Result<usize, LoadError> {
+    pub(super) fn size(&self, key: &str) -> Result<usize, LoadError> {
         self.size_if_there(key)?.ok_or_else(|| self.missing(key))
     }
 
     #[expect(clippy::cast_possible_truncation, reason = "models compute in f32")]
-    fn real(&self, key: &str) -> Result<Option<f32>, LoadError> {
+    pub(super) fn real(&self, key: &str) -> Result<Option<f32>, LoadError> {
         let read =
             |value: &Value| value.as_f64().map(|n| n as f32).ok_or_else(|| self.wrong(key, "a number"));
         self.value(key).map(read).transpose()
     }
 
-    fn flag(&self, key: &str) -> Result<bool, LoadError> {
+    pub(super) fn flag(&self, key: &str) -> Result<bool, LoadError> {
+        self.flag_or(key, false)
+    }
+
+    pub(super) fn flag_or(&self, key: &str, absent: bool) -> Result<bool, LoadError> {
         let read = |value: &Value| value.as_bool().ok_or_else(|| self.wrong(key, "true or false"));
-        self.value(key).map_or(Ok(false), read)
+        self.value(key).map_or(Ok(absent), read)
+    }
+
+    /// An object within this one.
+    pub(super) fn object(&self, key: &str) -> Result<Option<Self>, LoadError> {
+        match self.value(key) {
+            None => Ok(None),
+            Some(Value::Object(map)) => Ok(Some(Self { file: self.file.clone(), map: map.clone() })),
+            Some(_) => Err(self.wrong(key, "an object")),
+        }
     }
 
     /// One token, a list of tokens, or none.
-    fn tokens(&self, key: &str) -> Result<Vec<u32>, LoadError> {
+    pub(super) fn tokens(&self, key: &str) -> Result<Vec<u32>, LoadError> {
         let one = |value: &Value| {
             value.as_u64().and_then(|n| u32::try_from(n).ok()).ok_or_else(|| self.wrong(key, "a token id"))
         };
@@ -108,6 +121,8 @@ pub(super) fn config(json: &Json, generation: Option<&Json>) -> Result<ModelConf
     let arch = match json.value("model_type").and_then(Value::as_str) {
         Some("llama") => Arch::Llama,
         Some("qwen2") => Arch::Qwen2,
+        Some("deepseek_v3") => Arch::DeepseekV3,
+        Some("kimi_linear") => Arch::KimiLinear,
         Some(other) => {
             let reason = format!("there is no engine for {}", printable(other));
             return Err(json.unsupported("model_type", reason));
@@ -116,7 +131,12 @@ pub(super) fn config(json: &Json, generation: Option<&Json>) -> Result<ModelConf
     };
     refuse_variants(json, arch)?;
     let (hidden, heads) = (json.size("hidden_size")?, json.size("num_attention_heads")?);
-    let head_dim = match json.size_if_there("head_dim")? {
+    let latent = matches!(arch, Arch::DeepseekV3 | Arch::KimiLinear);
+    let hybrid = if latent { Some(hybrid::read(json, arch, heads)?) } else { None };
+    // What such a model calls `head_dim` is no size of it.
+    let own = json.size_if_there("head_dim")?.filter(|_| !latent);
+    let head_dim = match hybrid.as_ref().map(|hybrid| hybrid.mla.nope.saturating_add(hybrid.mla.rope)).or(own)
+    {
         Some(head_dim) => head_dim,
         None if heads > 0 && hidden.is_multiple_of(heads) => hidden / heads,
         None => {
@@ -136,19 +156,34 @@ pub(super) fn config(json: &Json, generation: Option<&Json>) -> Result<ModelConf
         layers: json.size("num_hidden_layers")?,
         hidden,
         heads,
-        kv_heads: json.size_if_there("num_key_value_heads")?.unwrap_or(heads),
+        kv_heads: json.size_if_there("num_key_value_heads")?.filter(|_| !latent).unwrap_or(heads),
         head_dim,
         ffn: json.size("intermediate_size")?,
         vocab: json.size("vocab_size")?,
         rope_theta: rope_theta(json)?,
         rms_eps: json.real("rms_norm_eps")?.ok_or_else(|| json.missing("rms_norm_eps"))?,
-        max_position: u32::try_from(json.size("max_position_embeddings")?).unwrap_or(u32::MAX),
+        max_position: u32::try_from(longest(json)?).unwrap_or(u32::MAX),
         bos: json.tokens("bos_token_id")?.first().copied(),
         eos,
         tie_embeddings: json.flag("tie_word_embeddings")?,
         qkv_bias: arch == Arch::Qwen2 || json.flag("attention_bias")?,
+        rope_pairs: hybrid.as_ref().is_some_and(|hybrid| hybrid.rope_pairs),
+        draft_layers: hybrid.as_ref().map_or(0, |hybrid| hybrid.draft_layers),
+        kda: hybrid.as_ref().and_then(|hybrid| hybrid.kda.clone()),
+        moe: hybrid.as_ref().and_then(|hybrid| hybrid.moe.clone()),
+        mla: hybrid.map(|hybrid| hybrid.mla),
     }
     .check(&json.file)
+}
+
+/// Tokens of the longest sequence that the model was made for, under either of its names.
+fn longest(json: &Json) -> Result<usize, LoadError> {
+    match json.size_if_there("max_position_embeddings")? {
+        Some(tokens) => Ok(tokens),
+        None => {
+            json.size_if_there("model_max_length")?.ok_or_else(|| json.missing("max_position_embeddings"))
+        }
+    }
 }
 
 /// What would compute something else than this engine does.
@@ -177,6 +212,7 @@ fn refuse_variants(json: &Json, arch: Arch) -> Result<(), LoadError> {
     }
     let full = |kind: &Value| kind.as_str() == Some("full_attention");
     if let Some(Value::Array(kinds)) = json.value("layer_types")
+        && arch != Arch::KimiLinear
         && !kinds.iter().all(full)
     {
         return Err(json.unsupported("layer_types", "not every layer is \"full_attention\""));
@@ -189,9 +225,7 @@ fn rope_theta(json: &Json) -> Result<f32, LoadError> {
     const DEFAULT: f32 = 10_000.0;
     let mut theta = json.real("rope_theta")?;
     for key in ["rope_parameters", "rope_scaling"] {
-        let Some(value) = json.value(key) else { continue };
-        let Value::Object(map) = value else { return Err(json.wrong(key, "an object")) };
-        let inner = Json { file: json.file.clone(), map: map.clone() };
+        let Some(inner) = json.object(key)? else { continue };
         let kind = inner.value("rope_type").or_else(|| inner.value("type"));
         if let Some(kind) = kind.filter(|kind| kind.as_str() != Some("default")) {
             return Err(json

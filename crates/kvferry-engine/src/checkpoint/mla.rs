@@ -8,13 +8,15 @@
 //! the group's block, and a head's query is zero outside its group's block. Every added product is with an exact
 //! zero, so scores and outputs are those of GQA, and the row has the same number of elements.
 
-use super::{LayerTensors, ModelConfig};
+use super::{GqaTensors, ModelConfig};
 
 /// Geometry of latent attention, per layer. The cached row is `lora` latent elements, then `rope` rotary ones.
 #[derive(Clone, Debug, PartialEq)]
 pub struct MlaConfig {
     /// Query heads.
     pub heads: usize,
+    /// Elements of the queries' own latent; `None` when they come straight from the residual stream.
+    pub q_lora: Option<usize>,
     /// Elements of the latent.
     pub lora: usize,
     /// Elements of the rotary part, shared by all heads.
@@ -24,18 +26,27 @@ pub struct MlaConfig {
     /// Value elements of a head.
     pub v_dim: usize,
     /// The rotary part turns in independent runs of this many elements, each with the whole frequency ladder of
-    /// that width, in rotate-half order. `rope` for DeepSeek; `head_dim` for a GQA model, once per KV head.
+    /// that width, in rotate-half order. `rope` for DeepSeek; `head_dim` for a GQA model, once per KV head; 0 for Kimi
+    /// Linear, which encodes no positions here but keeps and caches the part.
     pub rope_ladder: usize,
     /// Factor on scores before the softmax.
     pub scale: f32,
-    /// RMSNorm on the latent with this epsilon; `None` leaves it as it is.
+    /// RMSNorm on the latents with this epsilon; `None` leaves them as they are.
     pub latent_norm: Option<f32>,
 }
 
-/// One layer's attention weights as MLA, row-major `f32`. Norms and feed-forward stay in [`LayerTensors`].
+impl MlaConfig {
+    /// Epsilon of the latents' norms in the published model code: that of its RMSNorm, not the configuration's
+    /// `rms_norm_eps`, which some engines take instead.
+    pub const LATENT_EPS: f32 = 1e-6;
+}
+
+/// One layer's attention weights as MLA, row-major `f32`.
 #[derive(Clone, Debug, PartialEq)]
 pub struct MlaTensors {
-    /// Query projection, `[heads * (nope + rope)][hidden]`; a head's position-free rows first.
+    /// Projection to the queries' latent, `[q_lora][hidden]`, and the weight of its norm, `[q_lora]`.
+    pub q_a: Option<(Vec<f32>, Vec<f32>)>,
+    /// Query projection, `[heads * (nope + rope)][hidden, or q_lora]`; a head's position-free rows first.
     pub q: Vec<f32>,
     /// Query bias, `[heads * (nope + rope)]`.
     pub q_bias: Option<Vec<f32>>,
@@ -43,6 +54,8 @@ pub struct MlaTensors {
     pub kv_a: Vec<f32>,
     /// Its bias, `[lora + rope]`.
     pub kv_a_bias: Option<Vec<f32>>,
+    /// Weight of the latent's norm, `[lora]`, where there is one.
+    pub latent_norm: Option<Vec<f32>>,
     /// Latent to position-free keys, `[heads][nope][lora]`; empty when `nope` is 0.
     pub w_uk: Vec<f32>,
     /// Latent to values, `[heads][v_dim][lora]`.
@@ -52,7 +65,7 @@ pub struct MlaTensors {
 }
 
 impl ModelConfig {
-    /// The geometry of this model's attention written as MLA.
+    /// The geometry of this model's attention as MLA: its own, or grouped queries written so.
     ///
     /// ```
     /// let config = kvferry_engine::checkpoint::embedded().unwrap().config().clone();
@@ -63,8 +76,12 @@ impl ModelConfig {
     #[must_use]
     #[expect(clippy::cast_precision_loss, reason = "head dimensions are far below 2^24")]
     pub fn to_mla(&self) -> MlaConfig {
+        if let Some(mla) = &self.mla {
+            return mla.clone();
+        }
         MlaConfig {
             heads: self.heads,
+            q_lora: None,
             lora: self.kv_heads * self.head_dim,
             rope: self.kv_heads * self.head_dim,
             nope: 0,
@@ -76,7 +93,7 @@ impl ModelConfig {
     }
 }
 
-impl LayerTensors {
+impl GqaTensors {
     /// The same attention as MLA. `config` is the checkpoint's own.
     #[must_use]
     pub fn to_mla(&self, config: &ModelConfig) -> MlaTensors {
@@ -104,6 +121,8 @@ impl LayerTensors {
             }
         }
         MlaTensors {
+            q_a: None,
+            latent_norm: None,
             q: spread(&self.q, config.hidden),
             q_bias: self.q_bias.as_ref().map(|bias| spread(bias, 1)),
             kv_a: [self.v.as_slice(), &self.k].concat(),

@@ -1,9 +1,11 @@
 //! The checkpoint: open, check, read.
 
 use super::{
-    Blob, Item, LayerTensors, LoadError, ModelConfig, gguf,
+    AttentionTensors, Blob, FfnTensors, GatedTensors, GqaTensors, Item, KdaTensors, LayerTensors, LoadError,
+    MlaTensors, ModelConfig, MoeTensors, gguf,
     hf::{self, Json},
-    names::{Global, Local, Naming},
+    memory,
+    names::{Gated, Global, Input, Kind, Local, Naming},
     safetensors,
     store::{RowOrder, Store},
     text::Texts,
@@ -97,13 +99,18 @@ impl Checkpoint {
             known.insert(tensor.name(naming).to_owned());
         }
         for layer in layers(&config) {
-            for tensor in Local::ALL.into_iter().filter(|tensor| tensor.wanted(&config)) {
-                let name = tensor.name(naming, layer);
-                store.expect(&name, &tensor.shape(&config))?;
+            for tensor in Local::all(&config, layer) {
+                let name = store.pick(tensor.names(naming, &config, layer));
+                store.expect(&name, &tensor.shape(&config, layer))?;
                 known.insert(name);
             }
         }
-        let derived = |name: &str| name.ends_with(".rotary_emb.inv_freq");
+        let drafts = config.layers..config.layers.saturating_add(config.draft_layers);
+        let draft = |name: &str| {
+            let layer = name.strip_prefix("model.layers.").and_then(|rest| rest.split('.').next());
+            layer.and_then(|layer| layer.parse().ok()).is_some_and(|layer: usize| drafts.contains(&layer))
+        };
+        let derived = |name: &str| name.ends_with(".rotary_emb.inv_freq") || draft(name);
         if let Some(other) = store.names().filter(|name| !known.contains(*name) && !derived(name)).min() {
             let reason = format!("a {:?} model as this engine knows it has no such tensor", config.arch);
             return Err(LoadError::unsupported(&store.label, Item::tensor(other), reason));
@@ -171,7 +178,7 @@ impl Checkpoint {
     /// use kvferry_plan::LayerId;
     /// let checkpoint = kvferry_engine::checkpoint::embedded().unwrap();
     /// let (layer, config) = (checkpoint.layer(LayerId(3)).unwrap(), checkpoint.config());
-    /// assert_eq!(layer.k.len(), config.kv_heads * config.head_dim * config.hidden);
+    /// assert_eq!(layer.attn_norm.len(), config.hidden);
     /// assert!(checkpoint.layer(LayerId(4)).is_err());
     /// ```
     pub fn layer(&self, layer: LayerId) -> Result<LayerTensors, LoadError> {
@@ -182,30 +189,126 @@ impl Checkpoint {
                 layers: self.config.layers,
             });
         }
-        let read = |tensor: Local| {
-            // Converters to GGUF reorder the rows of `llama` q and k; other architectures keep them.
-            let interleaved = self.naming == Naming::Gguf && self.config.arch == super::Arch::Llama;
-            let order = match tensor.rotates() && interleaved {
-                true => RowOrder::Interleaved(self.config.head_dim),
-                false => RowOrder::Plain,
-            };
-            self.store.read(&tensor.name(self.naming, layer), &tensor.shape(&self.config), order)
-        };
-        let bias = |tensor: Local| self.config.qkv_bias.then(|| read(tensor)).transpose();
+        let read = |tensor: Local| self.local(tensor, layer);
         Ok(LayerTensors {
             attn_norm: read(Local::AttnNorm)?,
-            q: read(Local::Q)?,
-            k: read(Local::K)?,
-            v: read(Local::V)?,
-            q_bias: bias(Local::QBias)?,
-            k_bias: bias(Local::KBias)?,
-            v_bias: bias(Local::VBias)?,
-            o: read(Local::O)?,
+            attention: match Kind::of(&self.config, layer) {
+                Kind::Gqa => AttentionTensors::Gqa(self.gqa(layer)?),
+                Kind::Mla => AttentionTensors::Mla(self.mla(layer)?),
+                Kind::Kda => AttentionTensors::Kda(self.kda(layer)?),
+            },
             ffn_norm: read(Local::FfnNorm)?,
-            gate: read(Local::Gate)?,
-            up: read(Local::Up)?,
-            down: read(Local::Down)?,
+            ffn: self.ffn(layer)?,
         })
+    }
+
+    /// A tensor of a layer, its rotary rows in rotate-half order.
+    fn local(&self, tensor: Local, layer: LayerId) -> Result<Vec<f32>, LoadError> {
+        let config = &self.config;
+        let turns = match (&config.mla, tensor) {
+            (None, Local::Proj(Input::Q | Input::K) | Local::Bias(Input::Q | Input::K)) => {
+                Some((config.head_dim, config.head_dim))
+            }
+            (Some(mla), Local::QB | Local::Proj(Input::Q)) => Some((mla.nope + mla.rope, mla.rope)),
+            (Some(mla), Local::KvA) => Some((mla.lora + mla.rope, mla.rope)),
+            _ => None,
+        };
+        let order = match turns.filter(|_| config.rope_pairs) {
+            Some((head, turned)) => RowOrder::Interleaved { head, turned },
+            None => RowOrder::Plain,
+        };
+        let name = self.store.pick(tensor.names(self.naming, config, layer));
+        self.store.read(&name, &tensor.shape(config, layer), order)
+    }
+
+    fn gqa(&self, layer: LayerId) -> Result<GqaTensors, LoadError> {
+        let read = |tensor: Local| self.local(tensor, layer);
+        let bias = |input| self.config.qkv_bias.then(|| read(Local::Bias(input))).transpose();
+        Ok(GqaTensors {
+            q: read(Local::Proj(Input::Q))?,
+            k: read(Local::Proj(Input::K))?,
+            v: read(Local::Proj(Input::V))?,
+            q_bias: bias(Input::Q)?,
+            k_bias: bias(Input::K)?,
+            v_bias: bias(Input::V)?,
+            o: read(Local::O)?,
+        })
+    }
+
+    fn mla(&self, layer: LayerId) -> Result<MlaTensors, LoadError> {
+        let read = |tensor: Local| self.local(tensor, layer);
+        let shape = self.config.to_mla();
+        let latent_queries = shape.q_lora.is_some();
+        let q_a = || Ok::<_, LoadError>((read(Local::QA)?, read(Local::QANorm)?));
+        // Each head has its rows of keys, then its rows of values.
+        let kv_b = read(Local::KvB)?;
+        let head = (shape.nope + shape.v_dim) * shape.lora;
+        let (mut w_uk, mut w_uv) = (Vec::new(), Vec::new());
+        for head in kv_b.chunks_exact(head.max(1)) {
+            let (keys, values) = head.split_at(shape.nope * shape.lora);
+            w_uk.extend_from_slice(keys);
+            w_uv.extend_from_slice(values);
+        }
+        Ok(MlaTensors {
+            q_a: latent_queries.then(q_a).transpose()?,
+            q: read(if latent_queries { Local::QB } else { Local::Proj(Input::Q) })?,
+            q_bias: None,
+            kv_a: read(Local::KvA)?,
+            kv_a_bias: None,
+            latent_norm: Some(read(Local::KvANorm)?),
+            w_uk,
+            w_uv,
+            o: read(Local::O)?,
+        })
+    }
+
+    fn kda(&self, layer: LayerId) -> Result<KdaTensors, LoadError> {
+        let read = |tensor: Local| self.local(tensor, layer);
+        let [q, k, v] = Input::ALL.map(|input| read(Local::Proj(input)));
+        let [q_conv, k_conv, v_conv] = Input::ALL.map(|input| read(Local::Conv(input)));
+        Ok(KdaTensors {
+            qkv: [q?, k?, v?],
+            conv: [q_conv?, k_conv?, v_conv?],
+            decay_a: read(Local::DecayA)?,
+            decay_b: read(Local::DecayB)?,
+            decay_bias: read(Local::DecayBias)?,
+            decay_log: read(Local::DecayLog)?,
+            beta: read(Local::Beta)?,
+            gate_a: read(Local::GateA)?,
+            gate_b: read(Local::GateB)?,
+            norm: read(Local::KdaNorm)?,
+            o: read(Local::O)?,
+        })
+    }
+
+    fn ffn(&self, layer: LayerId) -> Result<FfnTensors, LoadError> {
+        let gated = |of: &dyn Fn(Gated) -> Local| {
+            let read = |part| self.local(of(part), layer);
+            Ok::<_, LoadError>(GatedTensors {
+                gate: read(Gated::Gate)?,
+                up: read(Gated::Up)?,
+                down: read(Gated::Down)?,
+            })
+        };
+        let moe = self.config.moe.as_ref().filter(|moe| layer.index() >= moe.dense_layers);
+        let Some(moe) = moe else { return gated(&Local::Dense).map(FfnTensors::Dense) };
+        let experts = u32::try_from(moe.experts).unwrap_or(u32::MAX);
+        Ok(FfnTensors::Moe(MoeTensors {
+            router: self.local(Local::Router, layer)?,
+            bias: self.local(Local::RouterBias, layer)?,
+            experts: (0..experts)
+                .map(|expert| gated(&|part| Local::Expert(expert, part)))
+                .collect::<Result<_, _>>()?,
+            shared: (moe.shared_ffn > 0).then(|| gated(&Local::Shared)).transpose()?,
+        }))
+    }
+
+    /// Refuses a model whose weights, as `f32`, are larger than the memory that can be had: before any is read.
+    ///
+    /// # Errors
+    /// [`LoadError::TooLarge`] with both numbers.
+    pub fn fits_memory(&self) -> Result<(), LoadError> {
+        memory::fits(&self.store.label, self.store.elements())
     }
 
     /// The tokenizer: from the file or folder; latin-1 bytes when there is none and the vocabulary has 256

@@ -22,9 +22,9 @@ pub(super) struct Stored {
 pub(super) enum RowOrder {
     /// As wanted.
     Plain,
-    /// Heads of this many rows in which row `2i` and row `2i + 1` are rows `i` and `i + head_dim/2` of the
-    /// rotate-half order.
-    Interleaved(usize),
+    /// Heads of `head` rows, of which the last `turned` ones rotate: of these, row `2i` and row `2i + 1` are rows `i`
+    /// and `i + turned/2` of the rotate-half order.
+    Interleaved { head: usize, turned: usize },
 }
 
 impl RowOrder {
@@ -32,10 +32,13 @@ impl RowOrder {
     fn stored(self, row: usize) -> usize {
         match self {
             Self::Plain => row,
-            Self::Interleaved(head_dim) => {
-                let half = (head_dim / 2).max(1);
-                let within = row % (2 * half);
-                row - within + 2 * (within % half) + within / half
+            Self::Interleaved { head, turned } => {
+                let half = (turned / 2).max(1);
+                let within = row % head.max(1);
+                match within.checked_sub(head.saturating_sub(2 * half)) {
+                    Some(turning) => row - turning + 2 * (turning % half) + turning / half,
+                    None => row,
+                }
             }
         }
     }
@@ -83,6 +86,18 @@ impl Store {
         self.tensors.get(name)
     }
 
+    /// The first of a tensor's names that is there, or else the first.
+    pub(super) fn pick(&self, names: Vec<String>) -> String {
+        let there = names.iter().position(|name| self.get(name).is_some()).unwrap_or(0);
+        names.into_iter().nth(there).unwrap_or_default()
+    }
+
+    /// Elements of all tensors.
+    pub(super) fn elements(&self) -> u64 {
+        let of = |stored: &Stored| stored.shape.iter().fold(1, |all: u64, n| all.saturating_mul(*n));
+        self.tensors.values().map(of).fold(0, u64::saturating_add)
+    }
+
     /// The tensor, if it is there with that shape.
     pub(super) fn expect(&self, name: &str, wanted: &[u64]) -> Result<&Stored, LoadError> {
         let stored = self.get(name).ok_or_else(|| LoadError::missing(&self.label, Item::tensor(name)))?;
@@ -113,7 +128,7 @@ impl Store {
         let mut values = vec![0.0; elements];
         match order {
             RowOrder::Plain => stored.encoding.dequantise(bytes, &mut values),
-            RowOrder::Interleaved(_) => {
+            RowOrder::Interleaved { .. } => {
                 let (row_bytes, row_values) = (bytes.len() / rows, elements / rows);
                 for (row, to) in values.chunks_exact_mut(row_values.max(1)).enumerate() {
                     let from = order.stored(row) * row_bytes;
@@ -150,8 +165,10 @@ mod tests {
 
     #[test]
     fn interleaved_rows_come_out_in_halves() {
-        let order = RowOrder::Interleaved(6);
-        let stored: Vec<usize> = (0..12).map(|row| order.stored(row)).collect();
-        assert_eq!(stored, [0, 2, 4, 1, 3, 5, 6, 8, 10, 7, 9, 11]);
+        let stored = |order: RowOrder| (0..12).map(|row| order.stored(row)).collect::<Vec<_>>();
+        let whole = RowOrder::Interleaved { head: 6, turned: 6 };
+        assert_eq!(stored(whole), [0, 2, 4, 1, 3, 5, 6, 8, 10, 7, 9, 11]);
+        let part = RowOrder::Interleaved { head: 6, turned: 4 };
+        assert_eq!(stored(part), [0, 1, 2, 4, 3, 5, 6, 7, 8, 10, 9, 11]);
     }
 }

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use kvferry_plan::{PageTable, TokenRange};
+use kvferry_plan::{PageTable, SlotId, TokenRange};
 
 use crate::math::query_block;
 
@@ -15,6 +15,8 @@ pub(crate) struct Piece<'a> {
     pub(crate) start: u64,
     /// The request's pages, which hold the cache of everything before.
     pub(crate) table: &'a PageTable,
+    /// The request's state slot, in a model that has such state: after everything before.
+    pub(crate) slot: Option<SlotId>,
     /// Whether the logits after the last token are wanted.
     pub(crate) logits: bool,
 }

@@ -8,8 +8,8 @@ use super::{
 };
 use crate::{
     math::{Partial, scale},
-    model::GqaWeights,
     ranks::RankError,
+    weights::GqaWeights,
 };
 
 impl Rank<'_> {

@@ -9,9 +9,9 @@ use super::{
 };
 use crate::{
     EngineError,
-    math::{Partial, scale},
-    model::MlaWeights,
+    math::{Partial, rms_norm, scale},
     ranks::RankError,
+    weights::MlaWeights,
 };
 
 impl Rank<'_> {
@@ -31,7 +31,16 @@ impl Rank<'_> {
         let width = nope + shape.rope;
         let columns = heads.start * width..heads.end * width;
         let mut q = vec![0.0; rows * columns.len()];
-        weights.q.apply(x, rows, columns.clone(), &mut q);
+        match &weights.q_a {
+            None => weights.q.apply(x, rows, columns.clone(), &mut q),
+            Some((down, norm)) => {
+                let mut own = vec![0.0; rows * down.n()];
+                down.apply(x, rows, 0..down.n(), &mut own);
+                let mut normed = vec![0.0; own.len()];
+                rms_norm(&own, norm, shape.latent_norm.unwrap_or(0.0), &mut normed);
+                weights.q.apply(&normed, rows, columns.clone(), &mut q);
+            }
+        }
         add_bias(&mut q, weights.q_bias.as_deref().and_then(|bias| bias.get(columns)));
         let q = by_head(&q, (rows, heads.len(), width), |row, head| {
             if let Some(turned) = head.get_mut(nope..) {
@@ -48,7 +57,12 @@ impl Rank<'_> {
         let mut latent = vec![0.0; own.len() * (lora + shape.rope)];
         weights.kv_a.apply(&own_x, own.len(), 0..lora + shape.rope, &mut latent);
         add_bias(&mut latent, weights.kv_a_bias.as_deref());
+        let mut normed = vec![0.0; lora];
         for (row, latent) in own.iter().zip(latent.chunks_exact_mut(lora + shape.rope)) {
+            if let (Some(norm), Some(eps)) = (&weights.latent_norm, shape.latent_norm) {
+                rms_norm(&latent[..lora], norm, eps, &mut normed);
+                latent[..lora].copy_from_slice(&normed);
+            }
             if let Some(turned) = latent.get_mut(lora..) {
                 rope.rotate(turned, row.position as usize);
             }

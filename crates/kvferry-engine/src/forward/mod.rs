@@ -5,6 +5,7 @@ mod attend;
 mod batch;
 mod ffn;
 mod gqa;
+mod kda;
 mod mla;
 mod rank;
 #[cfg(test)]
@@ -14,14 +15,16 @@ use std::sync::Arc;
 
 use kvferry_arena::Arena;
 use kvferry_plan::{
-    CacheShape, Dtype, LayerSplit, LayoutSpec, PageId, PageTable, Placement, RankId, RoomKey, TokenRange,
+    CacheShape, Dtype, LayerSplit, LayoutSpec, PageId, Placement, RankId, RoomKey, SlotId, TokenRange,
 };
 
 pub(crate) use batch::{Outcome, Piece};
 
 use crate::{
     EngineConfig, EngineError, Model, Rows,
+    checkpoint::MoeConfig,
     math::RopeTable,
+    pages::Lease,
     pool::Pool,
     ranks::Ranks,
     shares::{self, Share, Totals},
@@ -38,6 +41,7 @@ pub(crate) struct Forward {
     pools: Vec<Pool>,
     shares: Vec<Share>,
     pages: u32,
+    slots: u32,
 }
 
 impl Forward {
@@ -47,6 +51,7 @@ impl Forward {
             return Err(EngineError::Config("chunk=0: a step computes at least 1 prompt token".into()));
         }
         built(&config.layout)?;
+        experts(&config.layout, model.config().moe.as_ref())?;
         let shape = model.shape();
         let placement = config
             .layout
@@ -61,23 +66,20 @@ impl Forward {
                 config.pool_tokens
             ))
         })?;
+        let stateful = shape.parts.iter().any(|part| part.state.is_some());
+        if stateful && config.state_slots == 0 {
+            return Err(EngineError::Config("state-slots=0: a request of this model needs one".into()));
+        }
+        let slots = if stateful { config.state_slots } else { 0 };
         // No token that is served has a later position: there is no page for it.
         let longest = config.max_model_len.unwrap_or(u32::MAX).min(model.config().max_position);
         let longest = u64::from(longest).min(placement.tokens_for(pages));
         let pools = (0..placement.ranks())
-            .map(|rank| Pool::new(&shape, &placement, RankId(rank), pages))
+            .map(|rank| Pool::new(&shape, &placement, RankId(rank), (pages, slots)))
             .collect::<Result<_, _>>()?;
-        let shares = shares::shares(
-            &shape,
-            &placement,
-            Totals {
-                heads: model.config().heads as u32,
-                units: model.ffn_units() as u32,
-                vocab: model.config().vocab as u32,
-            },
-        );
+        let shares = shares::shares(&shape, &placement, Totals::of(model.config(), config.layout.ep));
         let rope = model.rope(usize::try_from(longest).unwrap_or(usize::MAX));
-        Ok(Self { model, rope, shape, placement, pools, shares, pages })
+        Ok(Self { model, rope, shape, placement, pools, shares, pages, slots })
     }
 
     pub(crate) fn shape(&self) -> &CacheShape {
@@ -93,6 +95,11 @@ impl Forward {
         self.pages
     }
 
+    /// State slots of each rank's pool; 0 for a model without per-request state.
+    pub(crate) fn slots(&self) -> u32 {
+        self.slots
+    }
+
     /// The pools' memory, by rank.
     pub(crate) fn arenas(&self) -> Vec<Arc<Arena>> {
         self.pools.iter().map(|pool| Arc::clone(pool.arena())).collect()
@@ -103,9 +110,22 @@ impl Forward {
         self.model.eos()
     }
 
-    /// The prompt's rows of a request that holds `table`.
-    pub(crate) fn rows(&self, key: RoomKey, table: PageTable, prompt: u64) -> Result<Rows, EngineError> {
-        Rows::new(key, self.model.digest(), (&self.shape, &self.placement), self.arenas(), table, prompt)
+    /// The prompt's rows of a request whose cache is complete for `filled` tokens.
+    pub(crate) fn rows(
+        &self,
+        key: RoomKey,
+        lease: &Lease,
+        prompt: u64,
+        filled: u64,
+    ) -> Result<Rows, EngineError> {
+        Rows::new(
+            key,
+            self.model.digest(),
+            (&self.shape, &self.placement),
+            self.arenas(),
+            lease,
+            (prompt, filled),
+        )
     }
 
     /// Says on every rank that `page` has lost its owner.
@@ -114,6 +134,16 @@ impl Forward {
             // The page came from an allocator of as many pages as the arenas have.
             if let Err(error) = pool.arena().next_generation(page) {
                 tracing::error!(%page, %error, "a page without a generation word");
+            }
+        }
+    }
+
+    /// Says on every rank that a state slot has lost its owner.
+    pub(crate) fn retire_slot(&self, slot: SlotId) {
+        for pool in &self.pools {
+            // As for pages.
+            if let Err(error) = pool.arena().next_slot_generation(slot) {
+                tracing::error!(%slot, %error, "a state slot without a generation word");
             }
         }
     }
@@ -167,8 +197,17 @@ fn built(layout: &LayoutSpec) -> Result<(), EngineError> {
     if layout.shard {
         return refuse("shard", "");
     }
-    if layout.ep != 1 {
-        return refuse("ep", "");
-    }
     Ok(())
+}
+
+/// Refuses groups of experts that the ranks do not make.
+fn experts(layout: &LayoutSpec, moe: Option<&MoeConfig>) -> Result<(), EngineError> {
+    let LayoutSpec { ep, tp, .. } = layout;
+    let refuse = |reason: String| Err(EngineError::Layout(format!("ep={ep}: {reason}")));
+    match moe {
+        _ if *ep == 1 => Ok(()),
+        None => refuse("the model has no experts; leave it out".into()),
+        Some(_) if !tp.is_multiple_of(*ep) => refuse(format!("it does not divide tp={tp}; use a divisor")),
+        Some(_) => Ok(()),
+    }
 }

@@ -8,10 +8,10 @@ use super::{attend::Scratch, batch::Batch};
 use crate::{
     EngineError, Model,
     math::{Overflow, Partial, RopeTable, add_assign, rms_norm},
-    model::{AttentionWeights, Layer},
     pool::Pool,
     ranks::{Member, RankError},
     shares::Share,
+    weights::{AttentionWeights, Layer},
 };
 
 /// What a rank brings home.
@@ -79,10 +79,11 @@ impl<'a> Rank<'a> {
         let partial = match &weights.attention {
             AttentionWeights::Gqa(attention) => self.gqa(layer, attention, normed)?,
             AttentionWeights::Mla(attention) => self.mla(layer, attention, normed)?,
+            AttentionWeights::Kda(attention) => self.kda(layer, attention, normed)?,
         };
         self.add_all(partial, x)?;
         rms_norm(x, &weights.ffn_norm, eps, normed);
-        let partial = self.ffn(weights, normed);
+        let partial = self.ffn(&weights.ffn, normed)?;
         self.add_all(partial, x)
     }
 
@@ -159,7 +160,7 @@ pub(super) struct OwnRow<'a> {
 }
 
 /// Row `row` of a matrix of `width` columns.
-fn row_of(x: &[f32], width: usize, row: usize) -> Result<&[f32], EngineError> {
+pub(super) fn row_of(x: &[f32], width: usize, row: usize) -> Result<&[f32], EngineError> {
     x.get(row * width..(row + 1) * width)
         .ok_or_else(|| EngineError::Pool(format!("row {row} of a batch of {}", x.len() / width.max(1))))
 }

@@ -28,7 +28,7 @@ fn folder(name: &str) -> PathBuf {
 }
 
 fn model(name: &str, attention: Attention, arith: Arith) -> Arc<Model> {
-    Model::load(&folder(name), LoadOptions { attention, arith }).unwrap()
+    Model::load(&folder(name), LoadOptions { attention, arith, ..LoadOptions::default() }).unwrap()
 }
 
 fn floats(tensors: &SafeTensors<'_>, name: &str) -> Vec<f32> {
@@ -60,6 +60,7 @@ impl Sequence {
             tokens: &self.prompt[self.filled..end],
             start: self.filled as u64,
             table: self.lease.table(),
+            slot: self.lease.slot(),
             logits: true,
         }
     }
@@ -80,6 +81,11 @@ fn build(model: &Arc<Model>, layout: &str, kv: Dtype, pool_tokens: u64) -> Forwa
     let layout = layout.parse().unwrap();
     let config = EngineConfig { layout, kv, pool_tokens, ..EngineConfig::default() };
     Forward::new(Arc::clone(model), &config).unwrap()
+}
+
+fn pages(forward: &Forward) -> Pages {
+    let pages = Pages::new(forward.pages(), None);
+    if forward.slots() > 0 { pages.with_slots(forward.slots()) } else { pages }
 }
 
 /// Runs sequences side by side until all prompts are computed.
@@ -110,7 +116,7 @@ fn agrees_with_the_reference(name: &str, attention: Attention, arith: Arith, lay
         let expected = floats(&tensors, &format!("logits.{i}"));
         let generated = floats(&tensors, &format!("gen_logits.{i}"));
         for chunk in [1, 7, 64, usize::MAX] {
-            let mut pages = Pages::new(forward.pages(), None);
+            let mut pages = pages(&forward);
             let extra = reference.generated.len();
             let mut sequence =
                 Sequence::new(&forward, &mut pages, &reference.prompt, extra, chunk.min(1 << 20));
@@ -155,6 +161,23 @@ fn qwen_agrees_with_transformers() {
     agrees_with_the_reference("qwen2_tiny", Attention::Mla, Arith::Fast, "tp=3");
 }
 
+#[test]
+fn deepseek_agrees_with_transformers() {
+    agrees_with_the_reference("deepseek_v3_tiny", Attention::Gqa, Arith::Canonical, "tp=1");
+    agrees_with_the_reference("deepseek_v3_tiny", Attention::Gqa, Arith::Canonical, "tp=4,dcp=2,ep=4,page=8");
+    agrees_with_the_reference("deepseek_v3_tiny", Attention::Gqa, Arith::Fast, "tp=1");
+    agrees_with_the_reference("deepseek_v3_tiny", Attention::Gqa, Arith::Fast, "tp=3,page=5");
+    agrees_with_the_reference("deepseek_v3_tiny", Attention::Gqa, Arith::Fast, "tp=4,dcp=4,ep=2");
+}
+
+#[test]
+fn kimi_agrees_with_transformers() {
+    agrees_with_the_reference("kimi_linear_tiny", Attention::Gqa, Arith::Canonical, "tp=1");
+    agrees_with_the_reference("kimi_linear_tiny", Attention::Gqa, Arith::Canonical, "tp=4,dcp=4,ep=4,page=8");
+    agrees_with_the_reference("kimi_linear_tiny", Attention::Gqa, Arith::Fast, "tp=1");
+    agrees_with_the_reference("kimi_linear_tiny", Attention::Gqa, Arith::Fast, "tp=3,page=5");
+}
+
 /// What one way of running a prompt leaves behind.
 struct Trace {
     /// Logits after the last position of each chunk.
@@ -185,7 +208,7 @@ fn trace(
 ) -> Trace {
     let total = first.len() + others.iter().map(Vec::len).sum::<usize>();
     let forward = build(model, layout, kv, total as u64 + 512);
-    let mut pages = Pages::new(forward.pages(), None);
+    let mut pages = pages(&forward);
     // Other requests' pages lie in front and between.
     let mut sequences: Vec<Sequence> = others
         .iter()
@@ -196,7 +219,8 @@ fn trace(
     run(&forward, &mut sequences);
     let sequence = sequences.pop().unwrap();
     let key = RoomKey { room: RoomId(1), attempt: kvferry_plan::Attempt(0) };
-    let rows = forward.rows(key, sequence.lease.table().clone(), first.len() as u64).unwrap();
+    let length = first.len() as u64;
+    let rows = forward.rows(key, &sequence.lease, length, length).unwrap();
     let logits = sequence
         .logits
         .iter()
@@ -232,6 +256,16 @@ fn same_bits(reference: &Trace, other: &Trace, context: &str) {
     same_cache(&reference.rows, other, context);
 }
 
+/// The models of the layout tests; those made with grouped queries also in their rewritten form.
+const MODELS: [(&str, Attention); 6] = [
+    ("llama_tiny", Attention::Gqa),
+    ("llama_tiny", Attention::Mla),
+    ("qwen2_tiny", Attention::Gqa),
+    ("qwen2_tiny", Attention::Mla),
+    ("deepseek_v3_tiny", Attention::Gqa),
+    ("kimi_linear_tiny", Attention::Gqa),
+];
+
 fn any_layout() -> impl Strategy<Value = String> {
     (1_u32..4, 1_u32..4, 1_u32..4, prop_oneof![Just(1_u32), Just(5), Just(16), Just(24), Just(64)]).prop_map(
         |(groups, dcp, interleave, page)| {
@@ -251,13 +285,18 @@ proptest! {
     /// Logits and cache have the bits of one rank, one chunk and no neighbours.
     #[test]
     fn canonical_bits_do_not_depend_on_the_layout(
-        qwen: bool, latent: bool, narrow: bool, layout in any_layout(), length in 1_usize..90, chunk in 1_usize..70,
+        (name, attention) in proptest::sample::select(MODELS.to_vec()), narrow: bool, spread_experts: bool,
+        layout in any_layout(), length in 1_usize..90, chunk in 1_usize..70,
         others in proptest::collection::vec(1_usize..30, 0..3), seed: u64,
     ) {
-        let name = if qwen { "qwen2_tiny" } else { "llama_tiny" };
-        let attention = if latent { Attention::Mla } else { Attention::Gqa };
         let kv = if narrow { Dtype::Bf16 } else { Dtype::F32 };
         let model = model(name, attention, Arith::Canonical);
+        let layout = match layout.split_once(',') {
+            Some((tp, rest)) if spread_experts && model.config().moe.is_some() => {
+                format!("{tp},{},{rest}", tp.replace("tp", "ep"))
+            }
+            _ => layout,
+        };
         let first = prompt(length, seed);
         let others: Vec<Vec<u32>> =
             others.iter().enumerate().map(|(i, l)| prompt(*l, seed ^ (i as u64 + 1))).collect();
@@ -271,11 +310,13 @@ proptest! {
 #[test]
 fn canonical_bits_do_not_depend_on_the_layout_at_length_2100() {
     let long = prompt(2100, 7);
-    for (attention, kv, layout, chunk) in [
-        (Attention::Gqa, Dtype::F32, "tp=4,dcp=2,interleave=3,page=24", 700),
-        (Attention::Mla, Dtype::Bf16, "tp=3,dcp=3,page=64", 511),
+    for (name, attention, kv, layout, chunk) in [
+        ("llama_tiny", Attention::Gqa, Dtype::F32, "tp=4,dcp=2,interleave=3,page=24", 700),
+        ("llama_tiny", Attention::Mla, Dtype::Bf16, "tp=3,dcp=3,page=64", 511),
+        ("deepseek_v3_tiny", Attention::Gqa, Dtype::F32, "tp=4,dcp=2,interleave=3,page=24", 700),
+        ("kimi_linear_tiny", Attention::Gqa, Dtype::Bf16, "tp=6,dcp=3,ep=2,page=64", 511),
     ] {
-        let model = model("llama_tiny", attention, Arith::Canonical);
+        let model = model(name, attention, Arith::Canonical);
         let reference = trace(&model, "tp=1,page=16", kv, long.len(), &long, &[]);
         let other = trace(&model, layout, kv, chunk, &long, &[prompt(9, 1)]);
         same_bits(&reference, &other, layout);
@@ -298,8 +339,8 @@ fn the_rewriting_as_mla_has_the_bits_of_gqa() {
 #[test]
 fn fast_logprobs_agree_over_layouts() {
     let tokens = prompt(200, 5);
-    for attention in [Attention::Gqa, Attention::Mla] {
-        let model = model("llama_tiny", attention, Arith::Fast);
+    for (name, attention) in MODELS {
+        let model = model(name, attention, Arith::Fast);
         let logprobs = |layout: &str, chunk: usize| {
             let trace = trace(&model, layout, Dtype::F32, chunk, &tokens, &[prompt(8, 2)]);
             let logits: Vec<f32> =

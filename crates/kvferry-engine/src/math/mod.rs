@@ -17,6 +17,7 @@
 
 mod attention;
 mod bf16;
+mod delta;
 mod elementary;
 mod elementwise;
 mod grid;
@@ -25,17 +26,21 @@ mod matrix;
 mod merge;
 mod panels;
 mod rope;
+mod route;
 mod row_parallel;
 mod simd;
 
 pub use attention::{AttentionSums, KeyPanels, Scores, ValueRows, query_block};
 pub use bf16::{narrow_bf16, widen_bf16};
+pub(crate) use delta::exp_once;
+pub use delta::{DeltaToken, convolve, decay, delta, gate, set_length, sigmoid};
 pub use elementwise::{add_assign, exp, rms_norm, scale, silu_mul};
 pub use grid::Overflow;
 pub use logits::{argmax, log_softmax, log_softmax_at, softmax};
 pub use matrix::Matrix;
 pub use merge::{merge_lse, merge_max};
 pub use rope::RopeTable;
+pub use route::Routing;
 pub use row_parallel::{Partial, RowParallel};
 
 /// Which arithmetic a model runs in; see the module's head.

@@ -53,20 +53,33 @@ impl RowParallel {
     /// only their inputs. Canonical: each unit's fused chain, clamped and rounded to the 2^-32 grid, is added as
     /// an integer. Fast: the chains are added in `f32`.
     pub fn partial(&self, x: &[f32], m: usize, units: Range<usize>, into: &mut Partial) {
+        assert_eq!(into.m, m, "partial result is [m][n]");
+        self.add(x, m, units, |row| row, into);
+    }
+
+    /// As [`Self::partial`] for `x[rows.len()][..]`, of which row `i` counts towards row `rows[i]` of the result:
+    /// tokens that went through an expert.
+    pub fn partial_of(&self, x: &[f32], rows: &[usize], units: Range<usize>, into: &mut Partial) {
+        assert!(rows.iter().all(|row| *row < into.m), "rows are of the partial result");
+        self.add(x, rows.len(), units, |row| rows[row], into);
+    }
+
+    fn add(&self, x: &[f32], m: usize, units: Range<usize>, to: impl Fn(usize) -> usize, into: &mut Partial) {
         let n = self.n();
-        assert!(into.n == n && into.m == m, "partial result is [m][n]");
+        assert_eq!(into.n, n, "partial result is [m][n]");
         let kernels = Kernels::best();
         let units = (self.unit_k, units);
         match &mut into.sums {
             Sums::Grid { sums, peaks } => {
                 self.panels.product(kernels, x, m, 0..n, units, |row, col, values| {
+                    let row = to(row);
                     let sums = &mut sums[row * n + col..][..values.len()];
                     peaks[row] = peaks[row].max((kernels.fold)(values, sums));
                 });
             }
             Sums::Float(sums) => {
                 self.panels.product(kernels, x, m, 0..n, units, |row, col, values| {
-                    add_assign(&mut sums[row * n + col..][..values.len()], values);
+                    add_assign(&mut sums[to(row) * n + col..][..values.len()], values);
                 });
             }
         }

@@ -1,6 +1,8 @@
 //! Hugging Face folders: values against the format's own reader, shards, and the spellings of a configuration.
 
-use kvferry_engine::checkpoint::{Checkpoint, LayerTensors, embedded};
+use kvferry_engine::checkpoint::{
+    AttentionTensors, Checkpoint, FfnTensors, GatedTensors, GqaTensors, LayerTensors, embedded,
+};
 use kvferry_plan::LayerId;
 use safetensors::{Dtype, SafeTensors, tensor::TensorView};
 use serde_json::{Map, Value, json};
@@ -37,17 +39,21 @@ fn every_tensor_equals_the_reference_reader() {
             let bias = |name: &str| biases.then(|| want(&format!("self_attn.{name}_proj.bias")));
             let expected = LayerTensors {
                 attn_norm: want("input_layernorm.weight"),
-                q: want("self_attn.q_proj.weight"),
-                k: want("self_attn.k_proj.weight"),
-                v: want("self_attn.v_proj.weight"),
-                q_bias: bias("q"),
-                k_bias: bias("k"),
-                v_bias: bias("v"),
-                o: want("self_attn.o_proj.weight"),
+                attention: AttentionTensors::Gqa(GqaTensors {
+                    q: want("self_attn.q_proj.weight"),
+                    k: want("self_attn.k_proj.weight"),
+                    v: want("self_attn.v_proj.weight"),
+                    q_bias: bias("q"),
+                    k_bias: bias("k"),
+                    v_bias: bias("v"),
+                    o: want("self_attn.o_proj.weight"),
+                }),
                 ffn_norm: want("post_attention_layernorm.weight"),
-                gate: want("mlp.gate_proj.weight"),
-                up: want("mlp.up_proj.weight"),
-                down: want("mlp.down_proj.weight"),
+                ffn: FfnTensors::Dense(GatedTensors {
+                    gate: want("mlp.gate_proj.weight"),
+                    up: want("mlp.up_proj.weight"),
+                    down: want("mlp.down_proj.weight"),
+                }),
             };
             assert!(layer == expected, "{folder} layer {i}");
         }
@@ -148,7 +154,7 @@ fn both_spellings_of_theta_and_absent_head_dim() {
 #[test]
 fn models_that_compute_otherwise_are_refused() {
     let refused = |key: &str, value: Value| configured(|c| drop(c.insert(key.into(), value))).unwrap_err();
-    let other = "; use a llama or qwen2 model in one of the supported encodings";
+    let other = "; use a llama, qwen2, deepseek_v3 or kimi_linear model in a supported encoding";
     for (key, value, reason) in [
         ("model_type", json!("mamba"), "there is no engine for mamba"),
         ("hidden_act", json!("gelu"), "\"gelu\" is not \"silu\""),

@@ -1,12 +1,28 @@
 //! GGUF against the format's own writer, and against what converters do to q and k.
 
 use crate::writer::{FFN, Gguf, HEAD_DIM, HEADS, HIDDEN, TOKENS, tiny};
-use kvferry_engine::checkpoint::{Arch, Checkpoint, LayerTensors, ModelConfig};
+use kvferry_engine::checkpoint::{
+    Arch, AttentionTensors, Checkpoint, FfnTensors, GatedTensors, GqaTensors, LayerTensors, ModelConfig,
+};
 use kvferry_plan::LayerId;
 use safetensors::SafeTensors;
 
 pub(crate) fn open(file: &Gguf) -> Checkpoint {
     Checkpoint::from_gguf("tiny.gguf", file.build().into()).unwrap()
+}
+
+/// The attention and the network of a layer, if they are of the plain kinds, as all are in GGUF.
+fn parts(checkpoint: &Checkpoint, layer: LayerId) -> (GqaTensors, GatedTensors) {
+    let layer = checkpoint.layer(layer).unwrap();
+    let attention = match layer.attention {
+        AttentionTensors::Gqa(attention) => Some(attention),
+        _ => None,
+    };
+    let ffn = match layer.ffn {
+        FfnTensors::Dense(ffn) => Some(ffn),
+        FfnTensors::Moe(_) => None,
+    };
+    (attention.unwrap(), ffn.unwrap())
 }
 
 /// All of `data/quants`: eleven element types, written and dequantised by the format's own Python package.
@@ -15,8 +31,9 @@ fn every_element_type_equals_the_reference_bit_for_bit() {
     let checkpoint = Checkpoint::open("tests/data/quants/model.gguf".as_ref()).unwrap();
     let expected = std::fs::read("tests/data/quants/expected.safetensors").unwrap();
     let expected = SafeTensors::deserialize(&expected).unwrap();
-    let LayerTensors { attn_norm, q, k, v, q_bias, k_bias, v_bias, o, ffn_norm, gate, up, down } =
-        checkpoint.layer(LayerId(0)).unwrap();
+    let LayerTensors { attn_norm, ffn_norm, .. } = checkpoint.layer(LayerId(0)).unwrap();
+    let (attention, GatedTensors { gate, up, down }) = parts(&checkpoint, LayerId(0));
+    let GqaTensors { q, k, v, q_bias, k_bias, v_bias, o } = attention;
     assert_eq!((q_bias, k_bias, v_bias), (None, None, None));
     let local = |name: &str| format!("model.layers.0.{name}.weight");
     let all = [
@@ -60,6 +77,11 @@ fn metadata_becomes_the_configuration() {
         eos: vec![],
         tie_embeddings: false,
         qkv_bias: false,
+        rope_pairs: true,
+        mla: None,
+        kda: None,
+        moe: None,
+        draft_layers: 0,
     };
     assert_eq!(*checkpoint.config(), want);
     assert_eq!(checkpoint.name(), "model");
@@ -80,14 +102,14 @@ fn only_llama_rows_are_put_back_into_halves() {
         ("llama", vec![0, 2, 1, 3, 4, 6, 5, 7], vec![0, 2, 1, 3]),
         ("qwen2", (0..HEADS * HEAD_DIM).collect(), (0..HEAD_DIM).collect()),
     ] {
-        let layer = open(&tiny(arch)).layer(LayerId(1)).unwrap();
+        let (layer, ffn) = parts(&open(&tiny(arch)), LayerId(1));
         assert_eq!(first(&layer.q), q, "{arch}");
         assert_eq!(first(&layer.k), k, "{arch}");
         assert_eq!(first(&layer.v), [0, 1, 2, 3], "{arch}");
         assert_eq!(whole(layer.q_bias), q, "{arch}");
         assert_eq!(whole(layer.k_bias), k, "{arch}");
         assert_eq!(whole(layer.v_bias), [0, 1, 2, 3], "{arch}");
-        assert_eq!((layer.gate.len(), layer.down.len()), (FFN * HIDDEN, HIDDEN * FFN));
+        assert_eq!((ffn.gate.len(), ffn.down.len()), (FFN * HIDDEN, HIDDEN * FFN));
     }
 }
 

@@ -7,7 +7,7 @@ use crate::{
 };
 use kvferry_engine::{
     chat::Message,
-    checkpoint::{Blob, Checkpoint, LoadError},
+    checkpoint::{AttentionTensors, Blob, Checkpoint, LoadError},
 };
 use kvferry_plan::{Blame, LayerId};
 use proptest::prelude::*;
@@ -21,7 +21,9 @@ fn exercise(open: impl FnOnce() -> Result<Checkpoint, LoadError>, size: usize) -
     let (result, largest) = alloc::largest(|| {
         let checkpoint = open()?;
         for layer in 0..checkpoint.config().layers {
-            let _mla = checkpoint.layer(LayerId(layer as u32))?.to_mla(checkpoint.config());
+            if let AttentionTensors::Gqa(attention) = checkpoint.layer(LayerId(layer as u32))?.attention {
+                let _mla = attention.to_mla(checkpoint.config());
+            }
         }
         checkpoint.embedding()?;
         checkpoint.head()?;
@@ -173,7 +175,7 @@ fn says(file: &Gguf, blame: Blame, message: &str) {
 }
 
 const DAMAGED: &str = "; the file is damaged, fetch it again and compare its checksum";
-const OTHER: &str = "; use a llama or qwen2 model in one of the supported encodings";
+const OTHER: &str = "; use a llama, qwen2, deepseek_v3 or kimi_linear model in a supported encoding";
 
 #[track_caller]
 fn damaged(change: impl FnOnce(&mut Gguf), message: &str) {

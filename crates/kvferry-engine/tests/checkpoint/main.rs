@@ -7,6 +7,7 @@ mod alloc;
 mod folder;
 mod gguf;
 mod hostile;
+mod hybrid;
 mod mla;
 mod text;
 mod writer;

@@ -1,6 +1,6 @@
 //! The MLA rewriting against a plain GQA attention, on the reference models' own weights.
 
-use kvferry_engine::checkpoint::{Checkpoint, LayerTensors, ModelConfig};
+use kvferry_engine::checkpoint::{AttentionTensors, Checkpoint, GqaTensors, ModelConfig};
 use kvferry_plan::LayerId;
 
 /// `matrix . x + bias` in f64.
@@ -39,7 +39,7 @@ fn attend(scores: &[f64], rows: &[&[f64]]) -> Vec<f64> {
     out
 }
 
-fn gqa(layer: &LayerTensors, config: &ModelConfig, xs: &[Vec<f64>]) -> Vec<Vec<f64>> {
+fn gqa(layer: &GqaTensors, config: &ModelConfig, xs: &[Vec<f64>]) -> Vec<Vec<f64>> {
     let hd = config.head_dim;
     let project = |w: &[f32], b: &Option<Vec<f32>>, turn: bool| -> Vec<Vec<f64>> {
         let row = |(t, x): (usize, &Vec<f64>)| {
@@ -68,7 +68,7 @@ fn gqa(layer: &LayerTensors, config: &ModelConfig, xs: &[Vec<f64>]) -> Vec<Vec<f
     (0..xs.len()).map(token).collect()
 }
 
-fn mla(layer: &LayerTensors, config: &ModelConfig, xs: &[Vec<f64>]) -> Vec<Vec<f64>> {
+fn mla(layer: &GqaTensors, config: &ModelConfig, xs: &[Vec<f64>]) -> Vec<Vec<f64>> {
     let (shape, w) = (config.to_mla(), layer.to_mla(config));
     let row = |(t, x): (usize, &Vec<f64>)| {
         let mut row = apply(&w.kv_a, w.kv_a_bias.as_ref(), x);
@@ -103,6 +103,7 @@ fn gqa_written_as_mla_is_the_same_attention() {
     for folder in ["tests/data/llama_tiny", "tests/data/qwen2_tiny"] {
         let checkpoint = Checkpoint::open(folder.as_ref()).unwrap();
         let (config, layer) = (checkpoint.config(), checkpoint.layer(LayerId(2)).unwrap());
+        let AttentionTensors::Gqa(layer) = layer.attention else { panic!("grouped queries") };
         let wave = |t: usize| (0..config.hidden).map(move |i| ((t * 37 + i * 11) as f64).sin()).collect();
         let xs: Vec<Vec<f64>> = (0..9).map(wave).collect();
         let (plain, latent) = (gqa(&layer, config, &xs), mla(&layer, config, &xs));

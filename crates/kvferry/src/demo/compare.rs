@@ -112,7 +112,8 @@ mod tests {
             layers: vec![LayerId(0), LayerId(1)],
             parts: vec![DumpPart {
                 part: Part::Key,
-                heads,
+                layers: vec![LayerId(0), LayerId(1)],
+                heads: vec![heads],
                 head_elems: 1,
                 dtype: Dtype::F32,
                 tokens: tokens.iter().copied().map(Token).collect(),

@@ -11,7 +11,7 @@ mod table;
 
 use std::{process::ExitCode, sync::Arc};
 
-use kvferry_engine::{LoadOptions, Model, checkpoint::Checkpoint, math::Arith};
+use kvferry_engine::{Model, checkpoint::Checkpoint, math::Arith};
 use kvferry_plan::{Dtype, LayoutSpec};
 
 use crate::{
@@ -40,7 +40,7 @@ pub(crate) async fn run(mut args: DemoArgs) -> Result<ExitCode, Failure> {
     let prompts = prompts::collect(&args, &checkpoint)?;
     let tokenizer = checkpoint.tokenizer()?;
     args.engine.pool_tokens = Some(pool_tokens(&args, &prompts, longest_sequence(&args, &checkpoint))?);
-    let options = LoadOptions { attention: args.engine.attention.into(), arith: args.engine.arith.into() };
+    let options = args.engine.load_options();
 
     // Three processes read the model at the same time; nothing is timed before all of them are ready.
     let show = Show::new(progress, tokenizer);

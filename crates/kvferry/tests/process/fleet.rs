@@ -10,10 +10,7 @@ use std::{
 };
 
 use kvferry::{
-    engine::{
-        Attention, Engine, EngineConfig, Event, LoadOptions, Model, NoHandOff, Request, checkpoint,
-        math::Arith,
-    },
+    engine::{Engine, EngineConfig, Event, LoadOptions, Model, NoHandOff, Request, checkpoint},
     plan::{Attempt, Blame, InstanceId, RoomId, RoomKey},
     server::{
         DecodeDone, DecodeRecord, DecodeRequest, InstanceClient, PrefillReply, PrefillRequest, Problem,
@@ -342,7 +339,7 @@ pub(crate) struct Alone {
 
 impl Alone {
     pub(crate) fn start() -> Self {
-        let options = LoadOptions { attention: Attention::Gqa, arith: Arith::Canonical };
+        let options = LoadOptions::default();
         let model = Model::from_checkpoint(&checkpoint::embedded().unwrap(), options).unwrap();
         let engine = Engine::start(model, &EngineConfig::default(), Arc::new(NoHandOff)).unwrap();
         Self { engine, known: BTreeMap::new() }

@@ -77,6 +77,12 @@ pub(in super::super) fn config(metadata: &Metadata, store: &Store) -> Result<Mod
         eos,
         tie_embeddings: !has("output.weight"),
         qkv_bias: arch == Arch::Qwen2 || has(&format!("blk.{}.attn_q.bias", LayerId(0))),
+        // Converters to GGUF reorder the rows of `llama` q and k; other architectures keep them.
+        rope_pairs: arch == Arch::Llama,
+        mla: None,
+        kda: None,
+        moe: None,
+        draft_layers: 0,
     }
     .check(metadata.file())
 }

@@ -10,6 +10,7 @@ mod avx2;
 #[cfg(target_arch = "x86_64")]
 #[allow(unsafe_code, reason = "vector intrinsics")]
 mod avx512;
+mod recurrent;
 pub(super) mod scalar;
 #[cfg(test)]
 mod tests;
@@ -17,6 +18,8 @@ mod tests;
 mod x86;
 
 use std::sync::OnceLock;
+
+use super::delta::DeltaToken;
 
 /// Values in the largest tile: 12 rows of 2 panels, or 6 rows of 4.
 pub(super) const TILE: usize = 12 * 2 * 16;
@@ -57,6 +60,16 @@ pub(super) struct Kernels {
     pub(super) rms_norm: fn(x: &[f32], weight: &[f32], eps: f32, out: &mut [f32]),
     /// Gated activation.
     pub(super) silu_mul: fn(gate: &[f32], up: &[f32], out: &mut [f32]),
+    /// Convolution over a window of rows, then SiLU.
+    pub(super) convolve: fn(window: &[f32], taps: &[f32], out: &mut [f32]),
+    /// A vector of a given length.
+    pub(super) set_length: fn(x: &mut [f32], eps: f32, length: f32),
+    /// What is left of a state.
+    pub(super) decay: fn(x: &[f32], bias: &[f32], rate: f32, out: &mut [f32]),
+    /// One token of a head's recurrence.
+    pub(super) delta: for<'a> fn(state: &mut [f32], token: &DeltaToken<'a>, out: &mut [f32]),
+    /// Times the sigmoid of a gate.
+    pub(super) gate: fn(x: &mut [f32], gate: &[f32]),
     /// 16 rows of `k` values, `stride` apart, to one panel `[k][16]`.
     pub(super) transpose: fn(rows: &[f32], k: usize, stride: usize, panel: &mut [f32]),
 }

@@ -2,6 +2,8 @@
 
 use super::super::grid::{self, MAGIC};
 use super::Kernels;
+pub(crate) use super::recurrent::sigmoid;
+pub(super) use super::recurrent::{convolve, decay, delta, gate, set_length};
 
 pub(super) static KERNELS: Kernels = Kernels {
     name: "scalar",
@@ -18,6 +20,11 @@ pub(super) static KERNELS: Kernels = Kernels {
     weigh,
     rms_norm,
     silu_mul,
+    convolve,
+    set_length,
+    decay,
+    delta,
+    gate,
     transpose,
 };
 

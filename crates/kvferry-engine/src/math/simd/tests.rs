@@ -169,3 +169,59 @@ fn transpose() {
         }
     }
 }
+
+#[test]
+fn linear_attention() {
+    use super::super::delta::DeltaToken;
+    let (sets, scalar) = sets();
+    for set in sets {
+        for d in [1, 7, 16, 32, 45, 128] {
+            let what = format!("{} {d} elements", set.name);
+            let [q, k, v, left] = [1, 2, 3, 4].map(|seed| numbers(d, seed));
+            let token = DeltaToken { decay: &left, q: &q, k: &k, v: &v, beta: 0.7 };
+            let (mut a, mut b) = (numbers(d * d, 5), numbers(d * d, 5));
+            let (mut x, mut y) = (vec![0.0; d], vec![0.0; d]);
+            for _ in 0..3 {
+                (scalar.delta)(&mut a, &token, &mut x);
+                (set.delta)(&mut b, &token, &mut y);
+            }
+            assert_eq!((bits(&a), bits(&x)), (bits(&b), bits(&y)), "{what}");
+
+            let window: Vec<f32> = [odd_numbers(d, 30.0), numbers(d, 6), numbers(d, 7)].concat();
+            let taps = numbers(3 * d, 8);
+            (scalar.convolve)(&window, &taps, &mut x);
+            (set.convolve)(&window, &taps, &mut y);
+            assert_eq!(bits(&x), bits(&y), "{what}");
+
+            (scalar.decay)(&window[..d], &q, 1.5, &mut x);
+            (set.decay)(&window[..d], &q, 1.5, &mut y);
+            assert_eq!(bits(&x), bits(&y), "{what}");
+
+            (x, y) = (window[..d].to_vec(), window[..d].to_vec());
+            (scalar.gate)(&mut x, &window[..d]);
+            (set.gate)(&mut y, &window[..d]);
+            assert_eq!(bits(&x), bits(&y), "{what}");
+
+            (x, y) = (q.clone(), q.clone());
+            (scalar.set_length)(&mut x, 1e-6, 3.0);
+            (set.set_length)(&mut y, 1e-6, 3.0);
+            assert_eq!(bits(&x), bits(&y), "{what}");
+        }
+    }
+}
+
+/// Against the definition, in f64.
+#[test]
+fn what_is_left_of_a_state() {
+    let (_, scalar) = sets();
+    let x: Vec<f32> = (-400..400).map(|i| i as f32 * 0.25).collect();
+    let mut out = vec![0.0; x.len()];
+    (scalar.decay)(&x, &vec![0.0; x.len()], 0.8, &mut out);
+    for (x, out) in x.iter().zip(out) {
+        let expected = (-f64::from(0.8_f32) * f64::from(*x).exp().ln_1p()).exp();
+        let expected = if *x > 60.0 { (-f64::from(0.8_f32) * f64::from(*x)).exp() } else { expected };
+        // An error in the exponent counts as many times as the exponent is large.
+        let tolerance = 1e-6 * (1.0 - expected.max(1e-38).ln()) * expected + 1e-37;
+        assert!((f64::from(out) - expected).abs() < tolerance, "{x}: {out}, not {expected}");
+    }
+}

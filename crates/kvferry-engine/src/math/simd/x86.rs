@@ -30,6 +30,11 @@ macro_rules! kernels {
             weigh,
             rms_norm,
             silu_mul,
+            convolve,
+            set_length,
+            decay,
+            delta,
+            gate,
             transpose,
         };
 
@@ -47,6 +52,11 @@ macro_rules! kernels {
             exp_sum(scores: &mut [f32], max: f32) -> f32;
             rms_norm(x: &[f32], weight: &[f32], eps: f32, out: &mut [f32]) -> ();
             silu_mul(gate: &[f32], up: &[f32], out: &mut [f32]) -> ();
+            convolve(window: &[f32], taps: &[f32], out: &mut [f32]) -> ();
+            set_length(x: &mut [f32], eps: f32, length: f32) -> ();
+            decay(x: &[f32], bias: &[f32], rate: f32, out: &mut [f32]) -> ();
+            delta(state: &mut [f32], token: &DeltaToken<'_>, out: &mut [f32]) -> ();
+            gate(x: &mut [f32], by: &[f32]) -> ();
         }
 
         fn chain(mr: usize, np: usize, x: &[f32], w: &[f32], stride: usize, tile: &mut [f32]) {

@@ -9,9 +9,7 @@ use std::{path::PathBuf, process::ExitCode, sync::Arc};
 
 use clap::Args;
 use comfy_table::CellAlignment;
-use kvferry_engine::{
-    Attention, Engine, EngineConfig, Event, LoadOptions, Model, NoHandOff, Request, math::Arith,
-};
+use kvferry_engine::{Engine, EngineConfig, Event, LoadOptions, Model, NoHandOff, Request, math::Arith};
 use kvferry_plan::Blame;
 use serde::Serialize;
 use tokio::runtime::Runtime;
@@ -138,7 +136,7 @@ pub(super) fn run(args: &EngineBench, runtime: &Runtime) -> Result<ExitCode, Fai
 }
 
 fn start(args: &EngineBench, located: &Located, arith: Arith) -> Result<(Engine, u32), Failure> {
-    let options = LoadOptions { attention: Attention::Gqa, arith };
+    let options = LoadOptions { arith, ..LoadOptions::default() };
     let model = Model::from_checkpoint(&located.open()?, options)?;
     let vocab = u32::try_from(model.config().vocab).unwrap_or(u32::MAX);
     let config = EngineConfig {
