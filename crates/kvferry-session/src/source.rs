@@ -108,10 +108,7 @@ impl Source {
         let tokens = open.tokens;
         let lease = now + self.limits.lease;
         self.reader = Some(Reader { head: open.head.reply(), tokens, mover, pair, lease });
-        if tokens.is_empty() || tokens.start < self.tokens.start || tokens.end > self.tokens.end {
-            let text = format!("wants tokens {tokens} of a room with {}", self.tokens);
-            return self.fail(Cause::new(CauseKind::Protocol, Side::Target, text), now);
-        }
+        // First: of two different prompts the longer one has tokens that this room has not.
         if let (Some(ours), Some(theirs)) = (self.prompt, open.prompt)
             && ours != theirs
         {
@@ -119,6 +116,10 @@ impl Source {
                 "field `prompt`: prefill was told {ours}, decode {theirs}; send both the same token ids"
             );
             return self.fail(Cause::new(CauseKind::Mismatch, Side::Target, text), now);
+        }
+        if tokens.is_empty() || tokens.start < self.tokens.start || tokens.end > self.tokens.end {
+            let text = format!("wants tokens {tokens} of a room with {}", self.tokens);
+            return self.fail(Cause::new(CauseKind::Protocol, Side::Target, text), now);
         }
         for at in 0..self.chunks.len() {
             self.start(at);

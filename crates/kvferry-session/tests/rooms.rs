@@ -403,11 +403,17 @@ fn a_source_offers_only_what_is_wanted_with_the_pages_of_it() {
 #[test]
 fn a_target_that_was_told_another_prompt_is_refused_before_anything_moves() {
     let ours = Prompt::of(&[7; 16]);
-    // Other ids, and a longer prompt of which the tokens here are a prefix.
-    for theirs in [Prompt::of(&[8; 16]), Prompt::of(&[7; 17])] {
+    // Other ids; a longer prompt of which the tokens here are a prefix, asked for in part and as a whole; a shorter one.
+    let asked = |end| TokenRange::new(0, end);
+    for (theirs, tokens) in [
+        (Prompt::of(&[8; 16]), ALL),
+        (Prompt::of(&[7; 17]), ALL),
+        (Prompt::of(&[7; 17]), asked(17)),
+        (Prompt::of(&[7; 9]), asked(9)),
+    ] {
         let mut source = source(None).with_prompt(Some(ours));
         source.chunk(ALL, all_pages(), at(0));
-        source.open(&Open { prompt: Some(theirs), ..open(ALL) }, Mover::Source, pair(), at(1));
+        source.open(&Open { prompt: Some(theirs), ..open(tokens) }, Mover::Source, pair(), at(1));
         let list = actions(|| source.poll());
         let [Action::Send(Message::Abort(abort)), ..] = &list[..] else { panic!("{list:?}") };
         assert!(!list.iter().any(|a| matches!(a, Action::Send(Message::Offer(_)) | Action::Execute(_))));
