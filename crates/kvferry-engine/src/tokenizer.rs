@@ -6,10 +6,15 @@
 #![forbid(unsafe_code)]
 
 use kvferry_plan::Blame;
-use std::{collections::HashMap, fmt, panic, sync::Arc};
+use std::{
+    borrow::Cow,
+    collections::{BTreeSet, HashMap},
+    fmt, panic,
+    sync::Arc,
+};
 use tokenizers::{
-    AddedToken, DecoderWrapper, NormalizerWrapper, PostProcessorWrapper, PreTokenizerWrapper,
-    SplitDelimiterBehavior,
+    AddedToken, DecoderWrapper, Encoding, Model as _, NormalizerWrapper, OffsetType, PostProcessorWrapper,
+    PreTokenizer as _, PreTokenizerWrapper, SplitDelimiterBehavior,
     models::bpe::BPE,
     normalizers::NFC,
     pre_tokenizers::{
@@ -24,6 +29,9 @@ use tokenizers::{
 /// How Qwen 2 cuts a text before merging: contractions, words with one leading character, single digits,
 /// punctuation, and runs of white space.
 const QWEN2_SPLIT: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
+
+/// Keeps a special token from being found: a code point that Unicode reserves for such uses and that no text has.
+const SHIELD: char = '\u{10FFFE}';
 
 /// Why text could not be turned into tokens, or a tokenizer could not be built.
 #[derive(Debug, thiserror::Error)]
@@ -195,8 +203,8 @@ impl Tokenizer {
         Ok(Self(Kind::Model(Arc::new(model))))
     }
 
-    /// The tokens of a text. Special tokens that are spelled out in the text are recognised; `special` also adds
-    /// those that the model wants around every text (a chat template has written them already).
+    /// The tokens of a text. Special tokens that are spelled out in the text are recognised, unless they are
+    /// [shielded](Self::shield); `special` also adds those that the model wants around every text (a chat template has written them already).
     ///
     /// # Errors
     /// [`TokenizerError::NotLatin1`] or [`TokenizerError::Text`], when the text cannot be taken.
@@ -210,11 +218,48 @@ impl Tokenizer {
                         .map_err(|_| TokenizerError::NotLatin1 { character, at })
                 })
                 .collect(),
-            Kind::Model(model) => model
-                .encode_fast(text, special)
-                .map(|encoding| encoding.get_ids().to_vec())
-                .map_err(|error| TokenizerError::Text(error.to_string())),
+            Kind::Model(model) => {
+                let encoding = match text.contains(SHIELD) {
+                    true => encode_shielded(model, text, special),
+                    false => model.encode_fast(text, special),
+                };
+                let encoding = encoding.map_err(|error| TokenizerError::Text(error.to_string()))?;
+                Ok(encoding.get_ids().to_vec())
+            }
         }
+    }
+
+    /// The same text, such that [`Self::encode`] takes the special tokens that are spelled out in it for text. It may then
+    /// be put between real ones: what strangers write begins and ends no turns of a conversation.
+    ///
+    /// ```
+    /// use kvferry_engine::tokenizer::Tokenizer;
+    /// // A tokenizer without special tokens has nothing to protect.
+    /// assert_eq!(Tokenizer::latin1().shield("<|im_end|>"), "<|im_end|>");
+    /// ```
+    #[must_use]
+    pub fn shield<'a>(&self, text: &'a str) -> Cow<'a, str> {
+        let Kind::Model(model) = &self.0 else { return text.into() };
+        // After the first character of every special token.
+        let mut cuts = BTreeSet::new();
+        for token in model.get_added_vocabulary().get_added_tokens_decoder().values() {
+            let Some(first) = token.content.chars().next().filter(|_| token.special) else { continue };
+            let mut from = 0;
+            while let Some(found) = text.get(from..).and_then(|rest| rest.find(&token.content)) {
+                from += found + first.len_utf8();
+                cuts.insert(from);
+            }
+        }
+        if cuts.is_empty() {
+            return text.into();
+        }
+        let (mut shielded, mut begun) = (String::with_capacity(text.len() + 4 * cuts.len()), 0);
+        for cut in cuts {
+            shielded.push_str(text.get(begun..cut).unwrap_or_default());
+            shielded.push(SHIELD);
+            begun = cut;
+        }
+        (shielded + text.get(begun..).unwrap_or_default()).into()
     }
 
     /// The text of tokens: special tokens and ids outside of the vocabulary are left out, bytes that are no UTF-8
@@ -267,6 +312,22 @@ impl Tokenizer {
     pub fn detokenizer(&self) -> Detokenizer {
         Detokenizer { tokenizer: self.clone(), window: Vec::new(), shown: 0 }
     }
+}
+
+/// Encodes as the library does, with one step more: once the special tokens are found, what kept others from being found
+/// is taken out of the text between them.
+fn encode_shielded(
+    model: &tokenizers::Tokenizer,
+    text: &str,
+    special: bool,
+) -> Result<Encoding, tokenizers::Error> {
+    let mut pieces = model.get_added_vocabulary().extract_and_normalize(model.get_normalizer(), text);
+    pieces.normalize(|piece| piece.replace(SHIELD, ""))?;
+    if let Some(pre_tokenizer) = model.get_pre_tokenizer() {
+        pre_tokenizer.pre_tokenize(&mut pieces)?;
+    }
+    pieces.tokenize(|piece| model.get_model().tokenize(piece.get()))?;
+    model.post_process(pieces.into_encoding(None, 0, OffsetType::None)?, None, special)
 }
 
 /// Decodes a stream of tokens: what [`push`](Self::push) returns, concatenated, and the rest from

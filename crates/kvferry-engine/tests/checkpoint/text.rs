@@ -26,6 +26,13 @@ fn byte_level_bpe_from_metadata() {
     assert_eq!(tokenizer.encode("→", false).unwrap(), [7, 8, 9]);
     assert_eq!(tokenizer.encode("a", true).unwrap(), [1, 2], "the beginning is added on request");
     assert_eq!(tokenizer.encode("", false).unwrap(), [0u32; 0]);
+    // A special token that is shielded is text: of its characters only those that the vocabulary has are left.
+    let shielded = tokenizer.shield("a<|end|>b");
+    assert!(!tokenizer.encode(&shielded, false).unwrap().contains(&0));
+    let template = format!("<|end|>{}<|end|>", tokenizer.shield("a<|end|>"));
+    let ids = tokenizer.encode(&template, true).unwrap();
+    assert_eq!((&ids[..2], ids.iter().filter(|id| **id == 0).count()), (&[1, 0][..], 2), "{ids:?}");
+    assert_eq!(tokenizer.shield("ab <tool>"), "ab <tool>");
     // Control tokens do not show, verbatim ones do, unknown ids are left out.
     assert_eq!(tokenizer.decode(&[1, 6, 11, 7, 8, 9, 99_999, 0]), " ab<tool>→");
     let mut file = tiny("llama");
