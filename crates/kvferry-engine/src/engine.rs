@@ -7,7 +7,9 @@ use std::{
 };
 
 use kvferry_arena::Arena;
-use kvferry_plan::{CacheShape, Capacity, Descriptor, Dtype, Hold, LayoutSpec, PROTOCOL, Placement, RoomKey};
+use kvferry_plan::{
+    CacheShape, Capacity, Descriptor, Dtype, Hold, LayoutSpec, Need, PROTOCOL, Placement, RoomKey,
+};
 
 use crate::{
     Answer, EngineError, Events, FirstToken, HandOff, Model, RankRows, Request, RoomLease, Rows,
@@ -174,7 +176,7 @@ impl Engine {
     /// # Errors
     /// [`EngineError::NeverFits`]; [`EngineError::Request`] when either number is 0.
     pub fn check(&self, prompt_tokens: u64, max_tokens: u32) -> Result<(), EngineError> {
-        self.limits.fit(Hold::Whole, prompt_tokens, max_tokens).map(drop)
+        self.limits.fit(Need { hold: Hold::Whole, prompt_tokens, max_tokens }).map(drop)
     }
 
     /// Ends a request that [`Engine::generate`] was told to hold, and frees its pages. Does nothing to what a

@@ -19,15 +19,15 @@ pub struct FirstToken {
 ///
 /// The calls come from the scheduler thread: they **must return at once**, or every request of the instance waits.
 /// For one key they come in order: `chunk` for adjoining ranges from token 0 up to the end of the prompt (what a prefix
-/// cache had comes first, right after the lease), then `finished`; or `failed` at any point, after which nothing follows. The rows of a chunk are in the pool and do
-/// not change before [`crate::Engine::release`].
+/// cache had comes first, right after the lease), then `finished`; or `failed` at any point, after which nothing follows.
+/// The rows of a chunk are in the pool and do not change before the request's [`crate::RoomLease`] is dropped.
 pub trait HandOff: Send + Sync {
     /// The cache of `tokens` is complete on every rank; the next chunk is being computed meanwhile.
     fn chunk(&self, key: RoomKey, tokens: TokenRange);
     /// The whole prompt is computed and `first` follows it.
     fn finished(&self, key: RoomKey, first: FirstToken);
-    /// The request is over without a result; [`EngineError::Aborted`] when it was released early. Its pages stay
-    /// pinned until it is released.
+    /// The request is over without a result; [`EngineError::Aborted`] when its lease was dropped early. Otherwise the lease
+    /// still holds its pages.
     fn failed(&self, key: RoomKey, cause: &EngineError);
 }
 

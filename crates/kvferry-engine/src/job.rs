@@ -1,10 +1,10 @@
 //! One request in the scheduler.
 
-use kvferry_plan::{Hold, RoomKey, TokenRange};
+use kvferry_plan::{Hold, Need, RoomKey, TokenRange};
 
 use crate::{
     Event, FirstToken, Request, RoomLease, Sampling, StopReason, limits::Place, mailbox::Sender,
-    pages::Lease, scheduler::Reply,
+    pages::Lease, request::Sink, scheduler::Reply,
 };
 
 /// What a request is here for.
@@ -57,7 +57,7 @@ pub(crate) struct Job {
     pub(crate) prompt_computed: u64,
     /// What was generated. The cache of the last token is computed next.
     pub(crate) generated: Vec<u32>,
-    pub(crate) sink: Option<Sender<Event>>,
+    pub(crate) sink: Option<Sink>,
     pub(crate) granted: Option<Reply<RoomLease>>,
 }
 
@@ -85,13 +85,14 @@ impl Job {
         }
     }
 
-    /// What it will hold.
-    pub(crate) fn hold(&self) -> Hold {
-        match self.kind {
+    /// What it takes pages for.
+    pub(crate) fn need(&self) -> Need {
+        let hold = match self.kind {
             Kind::Prefill => Hold::Prompt,
             Kind::Decode => Hold::Continue,
             Kind::Generate => Hold::Whole,
-        }
+        };
+        Need { hold, prompt_tokens: self.prompt_tokens, max_tokens: self.max_tokens }
     }
 
     /// Prompt tokens that are still to be computed here.
@@ -123,8 +124,13 @@ impl Job {
 
     /// True when the reader of its events, or of its grant, has gone.
     pub(crate) fn abandoned(&self) -> bool {
-        self.sink.as_ref().is_some_and(Sender::is_closed)
+        self.sink.as_ref().is_some_and(Sink::is_closed)
             || self.granted.as_ref().is_some_and(Sender::is_closed)
+    }
+
+    /// True when it generates and its reader wants no more.
+    pub(crate) fn is_enough(&self) -> bool {
+        self.state == State::Decoding && self.sink.as_ref().is_some_and(Sink::is_enough)
     }
 
     /// Takes a generated token and tells the reader. The reason, when the request is done with it.
@@ -143,8 +149,7 @@ impl Job {
     /// Tells the reader, if there is one.
     pub(crate) fn tell(&self, event: Event) {
         if let Some(sink) = &self.sink {
-            // A reader who has gone is noticed before the next step.
-            let _ = sink.send(event);
+            sink.tell(event);
         }
     }
 }

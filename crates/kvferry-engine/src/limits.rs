@@ -5,7 +5,7 @@ use std::sync::{
     atomic::{AtomicU32, Ordering},
 };
 
-use kvferry_plan::{Capacity, Fit, Hold, Placement};
+use kvferry_plan::{Capacity, Fit, Hold, Need, Placement};
 
 use crate::{EngineConfig, EngineError, Model, Request};
 
@@ -75,18 +75,19 @@ impl Limits {
     /// the queue.
     pub(crate) fn admit(&self, hold: Hold, mut request: Request) -> Result<(Request, Place), EngineError> {
         self.sane(&request)?;
-        request.max_tokens = self.fit(hold, request.prompt.len() as u64, request.max_tokens)?;
+        let (prompt_tokens, max_tokens) = (request.prompt.len() as u64, request.max_tokens);
+        request.max_tokens = self.fit(Need { hold, prompt_tokens, max_tokens })?;
         Ok((request, self.place()?))
     }
 
     /// Caps `max_tokens` to what can be held; refuses what never can.
-    pub(crate) fn fit(&self, hold: Hold, prompt_tokens: u64, max_tokens: u32) -> Result<u32, EngineError> {
-        if prompt_tokens == 0 || max_tokens == 0 {
+    pub(crate) fn fit(&self, need: Need) -> Result<u32, EngineError> {
+        if need.prompt_tokens == 0 || need.max_tokens == 0 {
             return Err(EngineError::Request(
                 "the prompt and max_tokens must both be at least 1 token".into(),
             ));
         }
-        match self.capacity.fit(hold, prompt_tokens, max_tokens, self.capacity.pages) {
+        match self.capacity.fit(need, self.capacity.pages) {
             Fit::Now { max_tokens, .. } | Fit::Later { max_tokens, .. } => Ok(max_tokens),
             Fit::Never(limit) => Err(limit.into()),
         }

@@ -1,5 +1,10 @@
 //! What is asked of the engine and what comes back.
 
+use std::sync::{
+    Arc,
+    atomic::{AtomicBool, Ordering},
+};
+
 use kvferry_plan::RoomKey;
 
 use crate::{
@@ -88,6 +93,8 @@ pub enum StopReason {
     Eos,
     /// `max_tokens`, or the longest sequence that this engine serves, was reached.
     Length,
+    /// Its reader had enough ([`Events::enough`]).
+    Enough,
 }
 
 /// What happens to a request, in order: tokens, then `Done` or `Failed`.
@@ -117,6 +124,30 @@ pub enum Event {
     Failed(EngineError),
 }
 
+/// The writing end of a request's events, and what its reader says of them.
+#[derive(Clone, Debug)]
+pub(crate) struct Sink {
+    events: Sender<Event>,
+    enough: Arc<AtomicBool>,
+}
+
+impl Sink {
+    /// Tells the reader. One who has gone is noticed before the next step.
+    pub(crate) fn tell(&self, event: Event) {
+        self.events.send(event);
+    }
+
+    /// Whether the reader has gone.
+    pub(crate) fn is_closed(&self) -> bool {
+        self.events.is_closed()
+    }
+
+    /// Whether the reader wants no more tokens.
+    pub(crate) fn is_enough(&self) -> bool {
+        self.enough.load(Ordering::Relaxed)
+    }
+}
+
 /// Wakes the scheduler when a reader leaves, so that nothing is kept for one who has gone.
 #[derive(Debug)]
 struct Leaving(Sender<Command>);
@@ -124,7 +155,7 @@ struct Leaving(Sender<Command>);
 impl Drop for Leaving {
     fn drop(&mut self) {
         // An engine that has stopped keeps nothing.
-        let _ = self.0.send(Command::ReaderLeft);
+        let _ = self.0.send(Command::ReaderSpoke);
     }
 }
 
@@ -133,13 +164,24 @@ impl Drop for Leaving {
 pub struct Events {
     // Goes first: the scheduler must see it closed when it wakes.
     events: Receiver<Event>,
-    _leaving: Leaving,
+    enough: Arc<AtomicBool>,
+    leaving: Leaving,
 }
 
 impl Events {
-    pub(crate) fn channel(scheduler: &Sender<Command>) -> (Sender<Event>, Self) {
+    pub(crate) fn channel(scheduler: &Sender<Command>) -> (Sink, Self) {
         let (sender, events) = mailbox();
-        (sender, Self { events, _leaving: Leaving(scheduler.clone()) })
+        let enough = Arc::new(AtomicBool::new(false));
+        let sink = Sink { events: sender, enough: Arc::clone(&enough) };
+        (sink, Self { events, enough, leaving: Leaving(scheduler.clone()) })
+    }
+
+    /// Says that no more tokens are wanted: after its first token the request ends before the next step, as one that ended
+    /// well, by [`Event::Done`] with [`StopReason::Enough`]. Tokens that are on their way come before that.
+    pub fn enough(&self) {
+        self.enough.store(true, Ordering::Relaxed);
+        // An engine that has stopped has told so.
+        let _ = self.leaving.0.send(Command::ReaderSpoke);
     }
 
     /// Waits for the next event; `None` after the last. Needs no particular async runtime.

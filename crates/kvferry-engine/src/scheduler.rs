@@ -16,6 +16,7 @@ use crate::{
     limits::Place,
     mailbox::{Receiver, Sender},
     pages::Pages,
+    request::Sink,
     sampler::{most_probable, sample},
 };
 
@@ -28,7 +29,7 @@ pub(crate) enum Command {
     Generate {
         request: Request,
         place: Place,
-        sink: Sender<Event>,
+        sink: Sink,
     },
     Prefill {
         key: RoomKey,
@@ -46,7 +47,7 @@ pub(crate) enum Command {
         id: JobId,
         key: RoomKey,
         first: FirstToken,
-        sink: Sender<Event>,
+        sink: Sink,
     },
     /// Of a request that is held under a key.
     Release {
@@ -60,8 +61,8 @@ pub(crate) enum Command {
         key: RoomKey,
         reply: Reply<Rows>,
     },
-    /// Somebody gave up a request: time to look who.
-    ReaderLeft,
+    /// Somebody gave up a request, or has enough of one: time to look who.
+    ReaderSpoke,
     Stop,
 }
 
@@ -146,6 +147,7 @@ impl Scheduler {
                 break;
             }
             self.drop_abandoned();
+            self.finish_enough();
             self.admit();
             self.publish();
             self.step();
@@ -175,7 +177,7 @@ impl Scheduler {
             }
             Command::Decode { id, key, first, sink } => {
                 if let Err(error) = self.decode(id, key, first, &sink) {
-                    sink.send(Event::Failed(error));
+                    sink.tell(Event::Failed(error));
                 }
             }
             Command::Release { key } => {
@@ -189,7 +191,7 @@ impl Scheduler {
             Command::Rows { key, reply } => {
                 reply.send(self.rows(key));
             }
-            Command::ReaderLeft | Command::Stop => {}
+            Command::ReaderSpoke | Command::Stop => {}
         }
     }
 
@@ -206,13 +208,7 @@ impl Scheduler {
         self.next += 1;
     }
 
-    fn decode(
-        &mut self,
-        id: JobId,
-        key: RoomKey,
-        first: FirstToken,
-        sink: &Sender<Event>,
-    ) -> Result<(), EngineError> {
+    fn decode(&mut self, id: JobId, key: RoomKey, first: FirstToken, sink: &Sink) -> Result<(), EngineError> {
         let job = self.jobs.get_mut(&id).ok_or(EngineError::UnknownRoom(key))?;
         if job.kind != Kind::Decode || job.state != State::Reserved {
             let reason = "it does not wait for a prompt's cache".into();
@@ -253,6 +249,13 @@ impl Scheduler {
         }
     }
 
+    /// Nobody wants more of these.
+    fn finish_enough(&mut self) {
+        let enough: Vec<JobId> =
+            self.jobs.iter().filter(|(_, job)| job.is_enough()).map(|(id, _)| *id).collect();
+        enough.into_iter().for_each(|id| self.finish(id, StopReason::Enough));
+    }
+
     /// Lets waiting requests in, in order of arrival: nobody overtakes, so nobody waits for ever.
     fn admit(&mut self) {
         while let Some(id) = self.queue.front().copied() {
@@ -262,7 +265,7 @@ impl Scheduler {
             };
             let found = self.pages.find(&job.prompt);
             let free = self.pages.free_for(&found);
-            let pages = match self.capacity.fit(job.hold(), job.prompt_tokens, job.max_tokens, free) {
+            let pages = match self.capacity.fit(job.need(), free) {
                 Fit::Now { pages, .. } => pages,
                 Fit::Later { .. } => break,
                 // Intake asks the same question: it lets none of these in.
@@ -424,7 +427,7 @@ impl Scheduler {
             self.handoff.failed(key, error);
         }
         if let Some(sink) = job.sink.take() {
-            sink.send(Event::Failed(error.clone()));
+            sink.tell(Event::Failed(error.clone()));
         }
     }
 
@@ -470,6 +473,6 @@ fn refuse(job: Job, error: EngineError) {
         granted.send(Err(error.clone()));
     }
     if let Some(sink) = job.sink {
-        sink.send(Event::Failed(error));
+        sink.tell(Event::Failed(error));
     }
 }

@@ -429,6 +429,34 @@ fn a_request_is_aborted_in_any_state_and_twice() {
 }
 
 #[test]
+fn a_reader_who_has_enough_ends_the_request_well_and_leaves_its_prefix() {
+    let engine = start(&EngineConfig { pool_tokens: 4096, ..config("tp=1") });
+    let mut events = engine.generate(full(100, 3000)).unwrap();
+    assert!(matches!(events.recv(), Some(Event::Token { .. })));
+    events.enough();
+    let enough =
+        Event::Done { reason: StopReason::Enough, prompt_tokens_computed: 100, prompt_tokens_cached: 0 };
+    assert_eq!(outcome(&mut events).1, enough);
+    // Said before the first token, it counts after it.
+    let events = engine.generate(full(100, 3000)).unwrap();
+    events.enough();
+    let (tokens, last) = outcome(events);
+    assert!(!tokens.is_empty());
+    assert!(
+        matches!(last, Event::Done { reason: StopReason::Enough, prompt_tokens_cached: 1.., .. }),
+        "{last:?}"
+    );
+    // At decode, for the owner of the pages.
+    let lease = engine.reserve(key(1), full(10, 3000)).unwrap().wait().unwrap();
+    let first = FirstToken { id: 1, logprob: -1.0, top: Vec::new() };
+    let mut events = engine.decode(&lease, first).unwrap();
+    events.enough();
+    assert!(matches!(outcome(&mut events).1, Event::Done { reason: StopReason::Enough, .. }));
+    engine.rows(key(1)).unwrap().wait().unwrap();
+    drop(lease);
+}
+
+#[test]
 fn a_reservation_is_checked_whole_and_continued_once() {
     let engine = engine("tp=1");
     let first = FirstToken { id: 1, logprob: -1.0, top: Vec::new() };

@@ -32,6 +32,17 @@ pub enum Hold {
     Whole,
 }
 
+/// A request, as far as it takes pages.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Need {
+    /// What is to be held of it.
+    pub hold: Hold,
+    /// Tokens of its prompt.
+    pub prompt_tokens: u64,
+    /// Most tokens of its answer; takes nothing where only the prompt is held.
+    pub max_tokens: u32,
+}
+
 /// When a request can be held.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
@@ -69,23 +80,26 @@ pub struct Limit {
 }
 
 impl Capacity {
-    /// When a prompt of `prompt_tokens` can be held, with an answer of up to `max_tokens` where one is to be held
-    /// too, while `free_pages` can be had. With all pages free the answer is never [`Fit::Later`].
+    /// When a request can be held while `free_pages` can be had: the whole prompt, and as much of the longest answer as
+    /// there could ever be pages for. With all pages free the answer is never [`Fit::Later`].
     ///
     /// ```
-    /// use kvferry_plan::{CacheShape, Capacity, Dtype, Fit, Hold, Placement};
+    /// use kvferry_plan::{CacheShape, Capacity, Dtype, Fit, Hold, Need, Placement};
     /// let parts = Placement::single(&CacheShape::gqa(2, 2, 16), 16, Dtype::F32).parts;
     /// let capacity = Capacity { max_model_len: 100, made_for: 4096, pages: 4, parts };
     /// // 4 pages of 16 tokens: prompt and at least one token of the answer.
-    /// assert_eq!(capacity.fit(Hold::Continue, 40, 8, 4), Fit::Now { pages: 3, max_tokens: 8 });
-    /// assert_eq!(capacity.fit(Hold::Continue, 40, 99, 3), Fit::Later { pages: 4, max_tokens: 24 });
-    /// let Fit::Never(limit) = capacity.fit(Hold::Continue, 64, 1, 4) else { unreachable!() };
+    /// let need = |prompt_tokens, max_tokens| Need { hold: Hold::Continue, prompt_tokens, max_tokens };
+    /// assert_eq!(capacity.fit(need(40, 8), 4), Fit::Now { pages: 3, max_tokens: 8 });
+    /// assert_eq!(capacity.fit(need(40, 99), 3), Fit::Later { pages: 4, max_tokens: 24 });
+    /// let Fit::Never(limit) = capacity.fit(need(64, 1), 4) else { unreachable!() };
     /// assert_eq!(limit.limit, 63);
     /// assert!(limit.remedy.contains("--pool-tokens"));
-    /// assert_eq!(capacity.fit(Hold::Prompt, 64, 1, 4), Fit::Now { pages: 4, max_tokens: 1 });
+    /// let prompt = Need { hold: Hold::Prompt, ..need(64, 1) };
+    /// assert_eq!(capacity.fit(prompt, 4), Fit::Now { pages: 4, max_tokens: 1 });
     /// ```
     #[must_use]
-    pub fn fit(&self, hold: Hold, prompt_tokens: u64, max_tokens: u32, free_pages: u32) -> Fit {
+    pub fn fit(&self, need: Need, free_pages: u32) -> Fit {
+        let Need { hold, prompt_tokens, max_tokens } = need;
         let pool = self.pool_tokens();
         let never =
             |limit, (because, remedy)| Fit::Never(Limit { tokens: prompt_tokens, limit, because, remedy });

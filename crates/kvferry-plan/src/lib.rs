@@ -42,7 +42,7 @@ mod unsupported;
 
 pub use assembly::Assembly;
 pub use block::PrefixBlock;
-pub use capacity::{Capacity, Fit, Hold, Limit};
+pub use capacity::{Capacity, Fit, Hold, Limit, Need};
 pub use cover::{Cover, Covered};
 pub use coverage::{Accepted, Coverage, CoverageError};
 pub use descriptor::{Descriptor, Mismatch, PROTOCOL};

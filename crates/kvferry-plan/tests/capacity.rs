@@ -2,7 +2,7 @@
 
 #![allow(clippy::unwrap_used)]
 
-use kvferry_plan::{CacheShape, Capacity, Dtype, Fit, Hold, LayoutSpec, Limit, Placement, Token};
+use kvferry_plan::{CacheShape, Capacity, Dtype, Fit, Hold, LayoutSpec, Limit, Need, Placement, Token};
 use proptest::prelude::*;
 
 fn placement(dcp: u32, interleave: u32, page: u32) -> Placement {
@@ -61,7 +61,8 @@ proptest! {
         };
         let best = best.map(|(tokens, answer)| (touched(&placement, tokens), answer));
         let best = best.filter(|(needed, _)| *needed <= pages);
-        let fit = capacity.fit(hold, prompt, max_tokens, free);
+        let need = Need { hold, prompt_tokens: prompt, max_tokens };
+        let fit = capacity.fit(need, free);
         match (&fit, best) {
             (Fit::Now { pages, max_tokens }, Some(best)) => {
                 prop_assert!(*pages <= free);
@@ -78,7 +79,7 @@ proptest! {
             _ => prop_assert!(false, "{fit:?}, but {best:?}"),
         }
         // Never does not depend on what others hold, and the longest prompt is the last one that is served.
-        let idle = capacity.fit(hold, prompt, max_tokens, pages);
+        let idle = capacity.fit(need, pages);
         let waits = matches!(idle, Fit::Later { .. });
         prop_assert!(!waits);
         prop_assert_eq!(matches!(idle, Fit::Never(_)), matches!(fit, Fit::Never(_)));
@@ -97,7 +98,7 @@ proptest! {
             part.tokens = kvferry_plan::TokenMap::Interleaved { ranks, interleave };
         }
         let capacity = Capacity { max_model_len: len, made_for, pages, parts };
-        let fit = capacity.fit(hold, prompt, max_tokens, free);
+        let fit = capacity.fit(Need { hold, prompt_tokens: prompt, max_tokens }, free);
         let _ = capacity.longest(hold);
         if let Fit::Now { pages: needed, max_tokens: answer } = fit {
             prop_assert!(needed <= free && answer <= max_tokens);
@@ -108,7 +109,9 @@ proptest! {
 #[test]
 fn a_limit_says_which_it_is_and_what_would_change_it() {
     let parts = placement(1, 1, 16).parts;
-    let never = |capacity: &Capacity, hold, tokens| match capacity.fit(hold, tokens, 1, capacity.pages) {
+    let never = |capacity: &Capacity, hold, prompt_tokens| match capacity
+        .fit(Need { hold, prompt_tokens, max_tokens: 1 }, capacity.pages)
+    {
         Fit::Never(limit) => limit,
         fit => unreachable!("{fit:?}"),
     };

@@ -1,4 +1,5 @@
-//! An HTTP server whose connections are bounded, in number and in silence, and that counts whom it closes.
+//! An HTTP server whose clients are bounded: in number, in how long a request may take to come, in how much of one there may be,
+//! and in how long an answer may lie unread. It counts whom it closes. Not for what is asked and answered.
 
 use std::{
     collections::BTreeMap,
@@ -14,30 +15,37 @@ use std::{
 };
 
 use axum::{
-    Json, Router,
-    extract::Request,
-    http::{StatusCode, header::CONTENT_LENGTH},
-    response::IntoResponse,
+    Router,
+    body::Body,
+    http::{HeaderValue, Request, StatusCode, header, request::Parts},
+    response::Response,
 };
+use http_body_util::BodyExt;
 use hyper::{
-    body::Incoming,
+    body::{Body as _, Incoming},
     server::conn::http1,
     service::{Service, service_fn},
 };
-use hyper_util::{rt::TokioIo, service::TowerToHyperService};
-use kvferry_plan::Blame;
+use hyper_util::{
+    rt::{TokioIo, TokioTimer},
+    service::TowerToHyperService,
+};
 use tokio::{
     io::{AsyncRead, AsyncWrite, ReadBuf},
     net::{TcpListener, TcpStream},
-    sync::Semaphore,
+    sync::{Semaphore, watch},
     task::JoinSet,
-    time::{Instant, Sleep, sleep},
+    time::{Sleep, sleep, timeout},
 };
 
-use crate::{Problem, server::BODY};
-
 /// Longest head of a request, in bytes.
-const HEAD: usize = 64 << 10;
+const HEAD: usize = 32 << 10;
+/// What is read of a longer one, so that it can be answered; hyper cuts off the rest without a word.
+const BUFFER: usize = 256 << 10;
+/// Most headers of a request.
+const HEADERS: usize = 512;
+/// How long the rest of a request that is refused is read.
+const LINGER: Duration = Duration::from_secs(1);
 /// After the system refused to accept, such as for too many open files.
 const PAUSE: Duration = Duration::from_millis(100);
 
@@ -49,7 +57,8 @@ const PAUSE: Duration = Duration::from_millis(100);
 /// | `full` | had to wait, because all places were taken |
 /// | `length` | a head or a body longer than any may be |
 /// | `malformed` | not HTTP |
-/// | `silent` | said nothing, or no more in the middle of a request, for as long as the port allows |
+/// | `silent` | had not said a whole request after as long as the port allows |
+/// | `unread` | did not read its answer for as long as the port allows |
 ///
 /// All but the waiting ones had their connection closed.
 #[derive(Clone, Debug, Default)]
@@ -67,28 +76,40 @@ impl Offences {
     }
 }
 
-/// Serves connections of which each may be silent for a while only, and not too many at a time, so that strangers
-/// who connect and send half a request, garbage, or nothing, take nothing from others for long. For short requests;
-/// not for answers that stream.
+/// What a port allows its clients.
+#[derive(Clone, Copy, Debug)]
+pub struct Bounds {
+    /// Connections at a time; others wait to be accepted.
+    pub connections: usize,
+    /// How long the head of a request may take to come, from the beginning of the connection or the answer before it; and
+    /// how long its body may take after that. So an idle connection is kept for this long.
+    pub asking: Duration,
+    /// How long a client may leave unread what is sent to it.
+    pub unread: Duration,
+    /// Largest body of a request, in bytes.
+    pub body: usize,
+}
+
+/// How a port words what it refuses by itself, before the application is asked.
+pub type Refuse = fn(StatusCode, String) -> Response;
+
+/// Serves connections within [`Bounds`], so that strangers who connect and send half a request, garbage, or nothing, or who
+/// do not read, take nothing from others for long.
 #[derive(Debug)]
 pub struct Guarded {
     listener: TcpListener,
     slots: Arc<Semaphore>,
-    silence: Duration,
+    bounds: Bounds,
+    refuse: Refuse,
     offences: Offences,
 }
 
 impl Guarded {
-    /// Connections at a time; others wait to be accepted.
-    pub const CONNECTIONS: usize = 512;
-    /// How long a client may say nothing; longer than members wait between two heartbeats.
-    pub const SILENCE: Duration = Duration::from_secs(5);
-
-    /// Guards `listener`: at most `connections`, each closed after `silence`.
+    /// Guards `listener`.
     #[must_use]
-    pub fn new(listener: TcpListener, connections: usize, silence: Duration) -> Self {
-        let slots = Arc::new(Semaphore::new(connections));
-        Self { listener, slots, silence, offences: Offences::default() }
+    pub fn new(listener: TcpListener, bounds: Bounds, refuse: Refuse) -> Self {
+        let slots = Arc::new(Semaphore::new(bounds.connections));
+        Self { listener, slots, bounds, refuse, offences: Offences::default() }
     }
 
     /// What is counted, also while it serves.
@@ -97,132 +118,220 @@ impl Guarded {
         self.offences.clone()
     }
 
-    /// Serves `app` until this future is dropped, which ends all connections.
-    pub async fn serve(self, app: Router) {
+    /// Serves `app`, which gets whole bodies, until `drain` comes true: then nobody is let in any more, connections on which
+    /// nothing is asked end at once, and this future ends with the last answer. Dropping it ends all connections.
+    pub async fn serve(self, app: Router, drain: impl Future<Output = ()>) {
+        let Self { listener, slots, bounds, refuse, offences } = self;
+        let (draining, drained) = watch::channel(false);
         let mut connections = JoinSet::new();
-        loop {
-            while connections.try_join_next().is_some() {}
-            let slot = match self.slots.clone().try_acquire_owned() {
-                Ok(slot) => Ok(slot),
-                Err(_) => {
-                    self.offences.count("full");
-                    self.slots.clone().acquire_owned().await
-                }
-            };
-            match self.listener.accept().await {
-                Ok((stream, _)) => {
-                    let (app, silence, offences) = (app.clone(), self.silence, self.offences.clone());
-                    connections.spawn(async move {
-                        if let Some(cause) = connection(stream, silence, app, &offences).await {
-                            offences.count(cause);
-                        }
-                        drop(slot);
-                    });
-                }
-                Err(error) => {
-                    tracing::warn!(%error, "cannot accept");
-                    sleep(PAUSE).await;
+        let accepting = async {
+            loop {
+                while connections.try_join_next().is_some() {}
+                let slot = match slots.clone().try_acquire_owned() {
+                    Ok(slot) => Ok(slot),
+                    Err(_) => {
+                        offences.count("full");
+                        slots.clone().acquire_owned().await
+                    }
+                };
+                match listener.accept().await {
+                    Ok((stream, _)) => {
+                        let port =
+                            Port { bounds, refuse, offences: offences.clone(), drained: drained.clone() };
+                        let app = app.clone();
+                        connections.spawn(async move {
+                            if let Some(cause) = port.serve(stream, app).await {
+                                port.offences.count(cause);
+                            }
+                            drop(slot);
+                        });
+                    }
+                    Err(error) => {
+                        tracing::warn!(%error, "cannot accept");
+                        sleep(PAUSE).await;
+                    }
                 }
             }
+        };
+        tokio::select! {
+            () = accepting => {}
+            () = drain => {}
         }
+        drop(listener);
+        draining.send_replace(true);
+        while connections.join_next().await.is_some() {}
     }
 }
 
-/// Serves one connection; why it was closed, if that was the client's doing.
-async fn connection(
-    stream: TcpStream,
-    silence: Duration,
-    app: Router,
-    offences: &Offences,
-) -> Option<&'static str> {
-    // Answers are one small piece each: they are not to wait for the acknowledgement of the one before.
-    stream.set_nodelay(true).ok();
-    let state = Arc::new(State::default());
-    let timer = Box::pin(sleep(silence));
-    let io = TokioIo::new(Bounded { stream, silence, timer, state: state.clone() });
-    let app = TowerToHyperService::new(app);
-    let service = service_fn(|request: Request<Incoming>| {
-        state.asked.store(true, Ordering::Relaxed);
-        state.answering.store(true, Ordering::Relaxed);
-        let length = request.headers().get(CONTENT_LENGTH).and_then(|n| n.to_str().ok()?.parse().ok());
+/// Why a request is refused before the application sees it, and as which offence that counts.
+struct Refusal {
+    status: StatusCode,
+    text: String,
+    offence: Option<&'static str>,
+}
+
+/// What the connections of a port share.
+struct Port {
+    bounds: Bounds,
+    refuse: Refuse,
+    offences: Offences,
+    drained: watch::Receiver<bool>,
+}
+
+impl Port {
+    /// Serves one connection; why it was closed, if that was the client's doing.
+    async fn serve(&self, stream: TcpStream, app: Router) -> Option<&'static str> {
+        // Answers are small pieces: they are not to wait for the acknowledgement of the one before.
+        stream.set_nodelay(true).ok();
+        let (asked, unread) = (AtomicBool::new(false), Arc::new(AtomicBool::new(false)));
+        let app = TowerToHyperService::new(app);
+        let service = service_fn(|request: Request<Incoming>| {
+            asked.store(true, Ordering::Relaxed);
+            let app = app.clone();
+            async move {
+                let (head, mut body) = request.into_parts();
+                Ok::<_, Infallible>(match self.whole(&head, &mut body).await {
+                    Ok(body) => app.call(Request::from_parts(head, Body::from(body))).await?,
+                    Err(refusal) => self.sent_away(refusal, &mut body).await,
+                })
+            }
+        });
+        let io = TokioIo::new(Patient {
+            stream,
+            patience: self.bounds.unread,
+            timer: None,
+            unread: unread.clone(),
+        });
+        let mut connection = http1::Builder::new()
+            .timer(TokioTimer::new())
+            .header_read_timeout(self.bounds.asking)
+            .max_buf_size(BUFFER)
+            .max_headers(HEADERS)
+            .serve_connection(io, service);
+        let mut served = Pin::new(&mut connection);
+        let served = tokio::select! {
+            served = &mut served => served,
+            () = self.drained() => {
+                if !asked.load(Ordering::Relaxed) {
+                    return None;
+                }
+                served.as_mut().graceful_shutdown();
+                served.await
+            }
+        };
+        match served {
+            _ if unread.load(Ordering::Relaxed) => Some("unread"),
+            Ok(()) => None,
+            Err(error) if error.is_timeout() => {
+                // Clients keep idle connections open; half a request, or none ever, is something else.
+                let half = !connection.into_parts().read_buf.is_empty();
+                (half || !asked.load(Ordering::Relaxed)).then_some("silent")
+            }
+            Err(error) if error.is_parse_too_large() => Some("length"),
+            Err(error) if error.is_parse() => Some("malformed"),
+            Err(_) => Some("cut"),
+        }
+    }
+
+    /// Comes true when the port takes no more requests.
+    async fn drained(&self) {
+        let _ = self.drained.clone().wait_for(|drained| *drained).await;
+    }
+
+    /// Waits for a request's body.
+    async fn whole(&self, head: &Parts, body: &mut Incoming) -> Result<Vec<u8>, Refusal> {
+        let named = head.headers.iter().map(|(name, value)| name.as_str().len() + value.len());
+        let target = head.uri.path_and_query().map_or(0, |target| target.as_str().len());
+        if named.sum::<usize>() + target > HEAD {
+            let text = format!("the request's head has more than {HEAD} bytes, which is the limit");
+            let status = StatusCode::REQUEST_HEADER_FIELDS_TOO_LARGE;
+            return Err(Refusal { status, text, offence: Some("length") });
+        }
+        let limit = self.bounds.body;
+        let too_long = || Refusal {
+            status: StatusCode::PAYLOAD_TOO_LARGE,
+            text: format!("the request's body has more than {limit} bytes, which is the limit"),
+            offence: Some("length"),
+        };
         // What is announced too long is not waited for.
-        let answer = length.is_none_or(|n: u64| n <= BODY as u64).then(|| app.call(request));
-        let state = state.clone();
-        async move {
-            let answer = match answer {
-                Some(answer) => answer.await?,
-                None => (StatusCode::PAYLOAD_TOO_LARGE, Json(too_long())).into_response(),
-            };
-            state.answering.store(false, Ordering::Relaxed);
-            if answer.status() == StatusCode::PAYLOAD_TOO_LARGE {
-                offences.count("length");
+        if body.size_hint().lower() > limit as u64 {
+            return Err(too_long());
+        }
+        let read = async {
+            let mut whole = Vec::new();
+            while let Some(frame) = body.frame().await {
+                let Ok(data) = frame.map_err(broken_off)?.into_data() else { continue };
+                if whole.len() + data.len() > limit {
+                    return Err(too_long());
+                }
+                whole.extend_from_slice(&data);
             }
-            Ok::<_, Infallible>(answer)
+            Ok(whole)
+        };
+        tokio::select! {
+            read = timeout(self.bounds.asking, read) => read.unwrap_or_else(|_| {
+                let seconds = self.bounds.asking.as_secs_f64();
+                let text = format!("the request's body was not there after {seconds} s");
+                Err(Refusal { status: StatusCode::REQUEST_TIMEOUT, text, offence: Some("silent") })
+            }),
+            () = self.drained() => {
+                let text = "this process is shutting down; ask another one".to_owned();
+                Err(Refusal { status: StatusCode::SERVICE_UNAVAILABLE, text, offence: None })
+            }
         }
-    });
-    let served = http1::Builder::new().max_buf_size(HEAD).serve_connection(io, service).await;
-    match served {
-        _ if state.silent.load(Ordering::Relaxed) => {
-            // Members keep idle connections open; half a request, or none ever, is something else.
-            let half = served.is_err() || state.halfway.load(Ordering::Relaxed);
-            (half || !state.asked.load(Ordering::Relaxed)).then_some("silent")
+    }
+
+    /// The answer to who is refused, and the end of the connection.
+    async fn sent_away(&self, refusal: Refusal, body: &mut Incoming) -> Response {
+        if let Some(cause) = refusal.offence {
+            self.offences.count(cause);
         }
-        Ok(()) => None,
-        Err(error) if error.is_parse_too_large() => Some("length"),
-        Err(error) if error.is_parse() => Some("malformed"),
-        Err(_) => Some("cut"),
+        // Most clients listen only when they have spoken.
+        tokio::select! {
+            _ = timeout(LINGER, async { while let Some(Ok(_)) = body.frame().await {} }) => {}
+            () = self.drained() => {}
+        }
+        let mut answer = (self.refuse)(refusal.status, refusal.text);
+        answer.headers_mut().insert(header::CONNECTION, HeaderValue::from_static("close"));
+        answer
     }
 }
 
-fn too_long() -> Problem {
-    Problem { error: format!("a body of more than {BODY} bytes"), blame: Blame::Caller }
+fn broken_off(error: hyper::Error) -> Refusal {
+    Refusal { status: StatusCode::BAD_REQUEST, text: format!("the request's body: {error}"), offence: None }
 }
 
-/// How far a connection is.
-#[derive(Debug, Default)]
-struct State {
-    /// A request has come.
-    asked: AtomicBool,
-    /// A request is being answered.
-    answering: AtomicBool,
-    /// Nothing has come for too long.
-    silent: AtomicBool,
-    /// It was in the middle of a request's body.
-    halfway: AtomicBool,
-}
-
-/// A stream that fails when nothing has come for too long.
+/// A stream that fails when nothing that is written has been read for too long.
 #[derive(Debug)]
-struct Bounded {
+struct Patient {
     stream: TcpStream,
-    silence: Duration,
-    timer: Pin<Box<Sleep>>,
-    state: Arc<State>,
+    patience: Duration,
+    /// While it waits.
+    timer: Option<Pin<Box<Sleep>>>,
+    unread: Arc<AtomicBool>,
 }
 
-impl AsyncRead for Bounded {
+impl AsyncRead for Patient {
     fn poll_read(
         mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,
         into: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
-        let silence = self.silence;
-        if let Poll::Ready(read) = Pin::new(&mut self.stream).poll_read(cx, into) {
-            self.timer.as_mut().reset(Instant::now() + silence);
-            return Poll::Ready(read);
-        }
-        self.timer.as_mut().poll(cx).map(|()| {
-            let State { answering, silent, halfway, .. } = &*self.state;
-            silent.store(true, Ordering::Relaxed);
-            halfway.fetch_or(answering.load(Ordering::Relaxed), Ordering::Relaxed);
-            Err(io::ErrorKind::TimedOut.into())
-        })
+        Pin::new(&mut self.stream).poll_read(cx, into)
     }
 }
 
-impl AsyncWrite for Bounded {
+impl AsyncWrite for Patient {
     fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
-        Pin::new(&mut self.stream).poll_write(cx, bytes)
+        if let Poll::Ready(written) = Pin::new(&mut self.stream).poll_write(cx, bytes) {
+            self.timer = None;
+            return Poll::Ready(written);
+        }
+        let patience = self.patience;
+        let timer = self.timer.get_or_insert_with(|| Box::pin(sleep(patience)));
+        std::task::ready!(timer.as_mut().poll(cx));
+        self.unread.store(true, Ordering::Relaxed);
+        Poll::Ready(Err(io::ErrorKind::TimedOut.into()))
     }
 
     fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {

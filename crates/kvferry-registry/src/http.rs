@@ -19,6 +19,8 @@ pub fn loopback_http() -> Result<reqwest::ClientBuilder, String> {
         .tls_backend_preconfigured(tls)
         // One idle connection serves all: how many stay does not depend on how many were needed at once.
         .pool_max_idle_per_host(1)
+        // Sooner than any of our ports gives an idle connection up.
+        .pool_idle_timeout(Duration::from_secs(4))
         .connect_timeout(Duration::from_secs(2))
         .no_proxy())
 }

@@ -33,14 +33,14 @@ mod store;
 #[cfg(feature = "client")]
 pub use client::{Client, ClientError, Registration, State};
 #[cfg(feature = "server")]
-pub use guarded::{Guarded, Offences};
+pub use guarded::{Bounds, Guarded, Offences, Refuse};
 #[cfg(feature = "client")]
 pub use http::loopback_http;
 pub use member::{
     Granted, Group, Groups, Heartbeat, Member, Members, Problem, Role, check_instance, loopback_url,
 };
 #[cfg(feature = "server")]
-pub use server::{BindError, bind_loopback, router, router_over};
+pub use server::{BindError, bind_loopback, refuse, router, router_over};
 pub use store::{LEASE, Refusal, Store};
 
 /// How often a member renews its lease.

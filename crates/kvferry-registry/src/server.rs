@@ -3,20 +3,20 @@
 use std::{
     net::SocketAddr,
     sync::{Arc, Mutex, PoisonError},
-    time::{Instant, SystemTime, UNIX_EPOCH},
+    time::{Duration, Instant, SystemTime, UNIX_EPOCH},
 };
 
 use axum::{
     Json, Router,
-    extract::{DefaultBodyLimit, Path, State, rejection::JsonRejection},
-    http::StatusCode,
+    extract::{DefaultBodyLimit, FromRequestParts, Path, State, rejection::JsonRejection},
+    http::{StatusCode, request::Parts},
     response::{IntoResponse, Response},
     routing::{get, post, put},
 };
 use kvferry_plan::{Blame, InstanceId};
 use tokio::net::TcpListener;
 
-use crate::{Granted, Group, Groups, Heartbeat, Member, Members, Problem, Refusal, Store};
+use crate::{Bounds, Granted, Group, Groups, Heartbeat, Member, Members, Problem, Refusal, Store};
 
 /// Why a port could not be opened; the environment's fault, or the caller's for a wider bind.
 #[derive(Debug, thiserror::Error)]
@@ -60,8 +60,22 @@ pub async fn bind_loopback(at: SocketAddr) -> Result<TcpListener, BindError> {
     TcpListener::bind(at).await.map_err(|source| BindError::Io { at, source })
 }
 
-/// Largest request body: the record of an instance with thousands of layers.
-pub(crate) const BODY: usize = 1 << 20;
+impl Bounds {
+    /// Of a registry's port: the largest body is the record of an instance with thousands of layers, and members say
+    /// something more often than they have to.
+    pub const REGISTRY: Self = Self {
+        connections: 512,
+        asking: Duration::from_secs(5),
+        unread: Duration::from_secs(60),
+        body: 1 << 20,
+    };
+}
+
+/// What the registry refuses to be asked, as it words its refusals.
+pub fn refuse(status: StatusCode, error: String) -> Response {
+    let blame = if status.is_server_error() { Blame::Environment } else { Blame::Caller };
+    (status, Json(Problem { error, blame })).into_response()
+}
 
 type Shared = Arc<Mutex<Store>>;
 
@@ -78,7 +92,8 @@ pub fn router_over(store: Arc<Mutex<Store>>) -> Router {
         .route("/v1/members", get(list))
         .route("/v1/members/{instance}", put(register).delete(deregister))
         .route("/v1/members/{instance}/heartbeat", post(heartbeat))
-        .layer(DefaultBodyLimit::max(BODY))
+        // The port bounds bodies.
+        .layer(DefaultBodyLimit::disable())
         .with_state(store)
 }
 
@@ -102,18 +117,18 @@ async fn groups(State(store): State<Shared>) -> Json<Groups> {
     Json(Groups { instances: locked(&store, |s| s.groups(Instant::now())) })
 }
 
-async fn lookup(State(store): State<Shared>, Path(instance): Path<String>) -> Result<Json<Group>, Refused> {
-    Ok(Json(locked(&store, |s| s.lookup(&InstanceId(instance), Instant::now()))?))
+async fn lookup(State(store): State<Shared>, Named(instance): Named) -> Result<Json<Group>, Refused> {
+    Ok(Json(locked(&store, |s| s.lookup(&instance, Instant::now()))?))
 }
 
 async fn register(
     State(store): State<Shared>,
-    Path(instance): Path<String>,
+    Named(instance): Named,
     body: Result<Json<Member>, JsonRejection>,
 ) -> Result<Json<Granted>, Refused> {
     let Json(member) = body?;
-    if member.instance.0 != instance {
-        let text = format!("the path names {instance:?}, the record {:?}", member.instance.0);
+    if member.instance != instance {
+        let text = format!("the path names {:?}, the record {:?}", instance.0, member.instance.0);
         return Err(Refusal::Malformed(text).into());
     }
     Ok(Json(locked(&store, |s| s.register(member, Instant::now(), clock_ms()))?))
@@ -121,21 +136,34 @@ async fn register(
 
 async fn heartbeat(
     State(store): State<Shared>,
-    Path(instance): Path<String>,
+    Named(instance): Named,
     body: Result<Json<Heartbeat>, JsonRejection>,
 ) -> Result<Json<Granted>, Refused> {
     let Json(beat) = body?;
-    Ok(Json(locked(&store, |s| s.heartbeat(&InstanceId(instance), beat.incarnation, Instant::now()))?))
+    Ok(Json(locked(&store, |s| s.heartbeat(&instance, beat.incarnation, Instant::now()))?))
 }
 
 async fn deregister(
     State(store): State<Shared>,
-    Path(instance): Path<String>,
+    Named(instance): Named,
     body: Result<Json<Heartbeat>, JsonRejection>,
 ) -> Result<StatusCode, Refused> {
     let Json(beat) = body?;
-    locked(&store, |s| s.deregister(&InstanceId(instance), beat.incarnation));
+    locked(&store, |s| s.deregister(&instance, beat.incarnation));
     Ok(StatusCode::NO_CONTENT)
+}
+
+/// The instance that a path names.
+struct Named(InstanceId);
+
+impl<S: Send + Sync> FromRequestParts<S> for Named {
+    type Rejection = Refused;
+
+    async fn from_request_parts(parts: &mut Parts, state: &S) -> Result<Self, Refused> {
+        let named = Path::<String>::from_request_parts(parts, state).await;
+        let Path(name) = named.map_err(|rejection| Refusal::Malformed(rejection.body_text()))?;
+        Ok(Self(InstanceId(name)))
+    }
 }
 
 /// A refusal on its way out.

@@ -3,18 +3,20 @@
 #![allow(clippy::unwrap_used)]
 #![cfg(all(feature = "client", feature = "server"))]
 
-use std::{net::SocketAddr, time::Duration};
+use std::{net::SocketAddr, sync::Arc, time::Duration};
 
+use axum::{Router, body::Body, routing::get};
 use kvferry_plan::{
     Blame, CacheShape, Descriptor, Dtype, Incarnation, InstanceId, PROTOCOL, Placement, RankId,
 };
 use kvferry_registry::{
-    BindError, Client, ClientError, Guarded, Member, Offences, Role, State, Store, bind_loopback,
-    loopback_http, router,
+    BindError, Bounds, Client, ClientError, Guarded, Member, Offences, Problem, Role, State, Store,
+    bind_loopback, loopback_http, refuse, router,
 };
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
     net::{TcpListener, TcpStream},
+    sync::{Notify, oneshot},
     time::timeout,
 };
 
@@ -42,9 +44,10 @@ fn member(started_ms: u64) -> Member {
 }
 
 fn start(listener: TcpListener, lease: Duration) -> Offences {
-    let guarded = Guarded::new(listener, 16, Duration::from_millis(900));
+    let bounds = Bounds { connections: 16, asking: Duration::from_millis(900), ..Bounds::REGISTRY };
+    let guarded = Guarded::new(listener, bounds, refuse);
     let offences = guarded.offences();
-    tokio::spawn(guarded.serve(router(Store::new(lease))));
+    tokio::spawn(guarded.serve(router(Store::new(lease)), std::future::pending()));
     offences
 }
 
@@ -125,7 +128,7 @@ async fn what_cannot_get_better_is_not_tried_again() {
     // Something else than a registry.
     let listener = bind_loopback("127.0.0.1:0".parse().unwrap()).await.unwrap();
     let other = format!("http://{}", listener.local_addr().unwrap());
-    tokio::spawn(async move { axum::serve(listener, axum::Router::new()).await.unwrap() });
+    tokio::spawn(async move { axum::serve(listener, Router::new()).await.unwrap() });
     let reason =
         timeout(SOON, Client::new(&other).unwrap().keep(member(5)).registered()).await.unwrap().unwrap_err();
     assert!(reason.contains("404"), "{reason}");
@@ -269,4 +272,98 @@ async fn garbage_ends_its_own_connection_only() {
     };
     let counted = timeout(SOON, counted).await;
     assert!(counted.is_ok(), "{:?}", offences.counts());
+}
+
+/// Reads until the end of the connection.
+async fn rest(stream: &mut TcpStream) -> String {
+    let mut answer = Vec::new();
+    timeout(SOON, stream.read_to_end(&mut answer)).await.unwrap().ok();
+    String::from_utf8(answer).unwrap()
+}
+
+#[tokio::test]
+async fn a_port_that_drains_finishes_its_answers_and_waits_for_nobody_else() {
+    let (listener, url) = listen().await;
+    let at = url.trim_start_matches("http://");
+    let (begun, go_on) = (Arc::new(Notify::new()), Arc::new(Notify::new()));
+    let app = Router::new().route("/quick", get(async || "quick")).route("/slow", {
+        let (begun, go_on) = (begun.clone(), go_on.clone());
+        get(async move || {
+            begun.notify_one();
+            go_on.notified().await;
+            "done"
+        })
+    });
+    let (drain, drained) = oneshot::channel::<()>();
+    let bounds = Bounds { asking: Duration::from_secs(600), ..Bounds::REGISTRY };
+    let server = tokio::spawn(Guarded::new(listener, bounds, refuse).serve(app, async {
+        drained.await.ok();
+    }));
+    let say = async |bytes: &str| {
+        let mut stream = TcpStream::connect(at).await.unwrap();
+        stream.write_all(bytes.as_bytes()).await.unwrap();
+        stream
+    };
+    let mut silent = say("").await;
+    let mut half = say("GET /quick HTTP/1.1\r\nhost").await;
+    let mut half_body = say("POST /quick HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\n1").await;
+    let mut idle = say("GET /quick HTTP/1.1\r\nhost: x\r\n\r\n").await;
+    timeout(SOON, idle.read_exact(&mut [0; 16])).await.unwrap().unwrap();
+    let mut asking = say("GET /slow HTTP/1.1\r\nhost: x\r\n\r\n").await;
+    timeout(SOON, begun.notified()).await.unwrap();
+
+    drain.send(()).unwrap();
+    assert_eq!((rest(&mut silent).await, rest(&mut half).await), (String::new(), String::new()));
+    assert!(rest(&mut idle).await.ends_with("quick"));
+    let late = rest(&mut half_body).await;
+    assert!(late.starts_with("HTTP/1.1 503") && late.contains("shutting down"), "{late}");
+    assert!(!server.is_finished());
+    go_on.notify_one();
+    assert!(rest(&mut asking).await.ends_with("done"));
+    timeout(SOON, server).await.unwrap().unwrap();
+}
+
+#[tokio::test]
+async fn who_does_not_read_an_answer_is_let_go() {
+    let (listener, url) = listen().await;
+    let endless = async || {
+        Body::from_stream(futures_util::stream::repeat_with(|| Ok::<_, std::io::Error>(vec![b'x'; 1 << 16])))
+    };
+    let app = Router::new().route("/endless", get(endless));
+    let bounds = Bounds { unread: Duration::from_millis(300), ..Bounds::REGISTRY };
+    let guarded = Guarded::new(listener, bounds, refuse);
+    let offences = guarded.offences();
+    tokio::spawn(guarded.serve(app, std::future::pending()));
+    let mut stream = TcpStream::connect(url.trim_start_matches("http://")).await.unwrap();
+    stream.write_all(b"GET /endless HTTP/1.1\r\nhost: x\r\n\r\n").await.unwrap();
+    let counted = async {
+        while offences.counts() != [("unread", 1)].into() {
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+    };
+    timeout(SOON, counted).await.unwrap();
+}
+
+#[tokio::test]
+async fn what_the_port_refuses_by_itself_is_told_with_the_limit() {
+    let (listener, url) = listen().await;
+    start(listener, Duration::from_secs(60));
+    let http = loopback_http().unwrap().build().unwrap();
+    let put = |path: &str| http.put(format!("{url}/v1/members/{path}"));
+    let chunked = reqwest::Body::wrap_stream(futures_util::stream::iter(
+        (0..40).map(|_| Ok::<_, std::io::Error>(vec![b' '; 1 << 16])),
+    ));
+    let half = reqwest::Body::wrap_stream(futures_util::stream::pending::<Result<Vec<u8>, std::io::Error>>());
+    for (request, status, said) in [
+        (put("a").header("x", "y".repeat(40_000)), 431, "32768"),
+        (put("a").body(vec![b' '; 2 << 20]), 413, "1048576"),
+        (put("a").body(chunked), 413, "1048576"),
+        (put("a").body(half), 408, "0.9 s"),
+        (put("%ff"), 400, "UTF-8"),
+    ] {
+        let answer = request.send().await.unwrap();
+        assert_eq!(answer.status(), status);
+        let problem: Problem = answer.json().await.unwrap();
+        assert!(problem.error.contains(said) && problem.blame == Blame::Caller, "{problem:?}");
+    }
 }

@@ -8,7 +8,7 @@ use axum::{
         Path, Query, State,
         rejection::{PathRejection, QueryRejection},
     },
-    http::{StatusCode, Uri, header},
+    http::{Method, StatusCode, Uri, header},
     response::{IntoResponse, Response},
 };
 use kvferry_engine::EngineStats;
@@ -16,7 +16,7 @@ use kvferry_plan::{Attempt, Blame, Incarnation, InstanceId, RankId, RoomId, Room
 use kvferry_registry::{Role, State as Registered};
 use serde::{Deserialize, Serialize};
 
-use crate::{KvDump, Problem, Stage, instance::Shared, process::ProcessCounts, ready::Ready};
+use crate::{KvDump, Problem, Stage, instance::Shared, port, process::ProcessCounts, ready::Ready};
 
 /// How an instance is.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -107,6 +107,11 @@ pub(crate) async fn nowhere(State(shared): State<Arc<Shared>>, uri: Uri) -> Resp
     (StatusCode::NOT_FOUND, Json(Problem::new(Blame::Caller, Stage::Request, cause))).into_response()
 }
 
+/// A path that this instance has, with another method.
+pub(crate) async fn wrong_method(method: Method, uri: Uri) -> Response {
+    port::refuse(StatusCode::METHOD_NOT_ALLOWED, format!("{} does not take {method}", uri.path()))
+}
+
 #[derive(Deserialize)]
 pub(crate) struct Which {
     #[serde(default)]
@@ -115,7 +120,7 @@ pub(crate) struct Which {
     rank: u32,
 }
 
-fn key(room: Result<Path<String>, PathRejection>, which: &Which) -> Result<RoomKey, Problem> {
+pub(crate) fn key(room: Result<Path<String>, PathRejection>, which: &Which) -> Result<RoomKey, Problem> {
     let Path(room) = room?;
     let room = RoomId::parse(&room).ok_or_else(|| {
         Problem::new(Blame::Caller, Stage::Request, format!("{room:?} is not a room: 32 hexadecimal digits"))

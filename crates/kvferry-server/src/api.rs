@@ -133,7 +133,7 @@ pub enum DecodeRecord {
 /// What a request took.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct DecodeDone {
-    /// `eos` or `length`.
+    /// `eos`, `length`, or `enough` when the asker had enough.
     pub reason: String,
     /// Tokens of the prompt.
     pub prompt_tokens: u64,
@@ -165,6 +165,7 @@ pub struct Transfer {
 pub(crate) fn reason(reason: StopReason) -> &'static str {
     match reason {
         StopReason::Eos => "eos",
+        StopReason::Enough => "enough",
         _ => "length",
     }
 }
@@ -270,7 +271,7 @@ impl Problem {
 
 impl Problem {
     /// Blame, stage and cause as values of labels: few, and none from outside.
-    pub(crate) fn labels(&self, outcome: &str) -> (&'static str, &'static str, &'static str) {
+    pub(crate) fn labels(&self) -> (&'static str, &'static str, &'static str) {
         let blame = match self.blame {
             Blame::Caller => "caller",
             Blame::PeerIncompatible => "peer_incompatible",
@@ -278,11 +279,7 @@ impl Problem {
             Blame::Environment => "environment",
             Blame::Us => "internal",
         };
-        let cause = match (self.cause_kind, outcome) {
-            ("", "aborted") => "client_gone",
-            ("", _) => "other",
-            (kind, _) => kind,
-        };
+        let cause = if self.cause_kind.is_empty() { "other" } else { self.cause_kind };
         (blame, self.stage.name(), cause)
     }
 }

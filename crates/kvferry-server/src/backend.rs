@@ -1,11 +1,11 @@
 //! What an API needs of whoever computes: this process (`mono`), or a pair of instances that a router chose. Not for
 //! texts: prompts and answers are token ids here.
 
-use std::{pin::Pin, sync::Arc};
+use std::sync::Arc;
 
-use futures_util::Stream;
+use futures_util::future::BoxFuture;
 
-use crate::{Chosen, Problem, SamplingSpec};
+use crate::{Chosen, Problem, SamplingSpec, TraceContext};
 
 /// One continuation that is wanted.
 #[derive(Clone, Debug, PartialEq)]
@@ -20,12 +20,15 @@ pub(crate) struct Job {
     pub(crate) ignore_eos: bool,
     /// How many of the most probable tokens are told with each one.
     pub(crate) top_logprobs: u32,
+    /// The trace that it is a part of.
+    pub(crate) trace: Option<TraceContext>,
 }
 
 /// How a continuation ended.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Finish {
-    /// Whether an end-of-sequence id was generated (it was the last token), or `max_tokens` reached.
+    /// Whether an end-of-sequence id was generated (it was the last token); otherwise `max_tokens` was reached, or it was
+    /// enough.
     pub(crate) eos: bool,
     /// Prompt tokens whose cache was there already when the prompt was computed.
     pub(crate) cached_tokens: u64,
@@ -40,15 +43,21 @@ pub(crate) enum Piece {
     Finish(Finish),
 }
 
-/// An answer as it comes. Its last item is [`Piece::Finish`] or a problem. Dropping it frees everything that the
-/// request holds, on every instance, at the next chunk or step.
-pub(crate) type Answer = Pin<Box<dyn Stream<Item = Result<Piece, Problem>> + Send>>;
+/// An answer as it comes. Dropping it frees everything that the request holds, on every instance, at the next chunk or
+/// step.
+pub(crate) trait Answer: Send {
+    /// What comes next. The last piece is [`Piece::Finish`] or a problem.
+    fn next(&mut self) -> BoxFuture<'_, Result<Piece, Problem>>;
+
+    /// What has come is all that is wanted. The answer ends before its time and still well, on every instance.
+    fn enough(&mut self) -> BoxFuture<'_, Finish>;
+}
 
 /// Where continuations come from.
 pub(crate) trait Backend: Send + Sync + 'static {
     /// Takes a job in. The future ends when the first token is there, or with the reason why there will be none, so that
     /// an HTTP status can still tell; a prompt that can never fit is refused before anybody computes.
-    fn start(&self, job: Job) -> Pin<Box<dyn Future<Output = Result<Answer, Problem>> + Send + '_>>;
+    fn start(&self, job: Job) -> BoxFuture<'_, Result<Box<dyn Answer>, Problem>>;
 
     /// Checks a prompt's length against what could ever be served, before anything is begun: the whole of a request
     /// with several continuations is refused at once.

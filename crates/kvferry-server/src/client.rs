@@ -101,6 +101,15 @@ impl InstanceClient {
         self.send(self.http.delete(url)).await.map(drop)
     }
 
+    /// Says that a decode stream's tokens are enough: it ends with [`DecodeRecord::Done`], after those that are on their way.
+    ///
+    /// # Errors
+    /// As [`Self::health`]; 404 when nothing is being generated in that room.
+    pub async fn enough(&self, key: RoomKey) -> Result<(), Problem> {
+        let url = format!("{}/internal/decode/{}?attempt={}", self.url, key.room, key.attempt);
+        self.send(self.http.delete(url)).await.map(drop)
+    }
+
     fn post(&self, path: &str, body: &impl Serialize) -> reqwest::RequestBuilder {
         let request = self.http.post(format!("{}{path}", self.url)).json(body);
         match self.trace {

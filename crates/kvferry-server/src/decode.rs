@@ -1,25 +1,35 @@
 //! `POST /internal/decode`: takes a prompt's cache over and continues it, one JSON line a token.
 
-use std::{convert::Infallible, sync::Arc};
+use std::{
+    collections::HashMap,
+    convert::Infallible,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+};
 
 use axum::{
     Json,
     body::Body,
-    extract::{State, rejection::JsonRejection},
-    http::{HeaderMap, header},
+    extract::{
+        Path, Query, State,
+        rejection::{JsonRejection, PathRejection, QueryRejection},
+    },
+    http::{HeaderMap, StatusCode, header},
     response::{IntoResponse, Response},
 };
 use futures_util::stream;
 use kvferry_engine::{Answer, Event, FirstToken, Request, RoomLease};
 use kvferry_node::{PeerAddr, Receipt, Receive};
-use kvferry_plan::{Blame, TokenRange};
+use kvferry_plan::{Blame, RoomKey, TokenRange};
+use kvferry_registry::{Role, check_instance};
 use kvferry_session::Prompt;
 use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
 use tracing::Instrument;
 
 use crate::{
-    Chosen, DecodeDone, DecodeRecord, DecodeRequest, Problem, Stage, TraceContext, Transfer, api,
+    Chosen, DecodeDone, DecodeRecord, DecodeRequest, Problem, Stage, TraceContext, Transfer,
+    admin::{self, Which},
+    api,
     decline::{address, decline},
     instance::Shared,
     telemetry::{Phase, RoomTelemetry, Totals},
@@ -38,6 +48,9 @@ pub(crate) async fn handle(
         decline(&shared, asked.key, &asked.prefill, &problem);
         problem
     };
+    // Before anything is looked up, counted or logged under this name.
+    check_instance(&asked.prefill.0)
+        .map_err(|wrong| Problem::new(Blame::Caller, Stage::Request, format!("field `prefill`: {wrong}")))?;
     shared.admit().map_err(refuse)?;
     let seen = shared.telemetry.begin(asked.key, asked.prompt.len(), TraceContext::from_headers(&headers));
     seen.peer(&asked.prefill);
@@ -78,6 +91,55 @@ pub(crate) async fn handle(
         Some((Ok::<_, Infallible>(line), (None, records)))
     });
     Ok(([(header::CONTENT_TYPE, "application/x-ndjson")], Body::from_stream(body)).into_response())
+}
+
+/// Ends an answer that is being generated as one that ended well: its asker has enough.
+pub(crate) async fn enough(
+    State(shared): State<Arc<Shared>>,
+    room: Result<Path<String>, PathRejection>,
+    which: Result<Query<Which>, QueryRejection>,
+) -> Result<StatusCode, Problem> {
+    let Query(which) = which?;
+    let key = admin::key(room, &which)?;
+    if shared.answers.enough(key) {
+        return Ok(StatusCode::NO_CONTENT);
+    }
+    Err(Problem::new(Blame::Caller, Stage::Request, format!("nothing is being generated in room {key}")))
+}
+
+/// Answers that are being generated, each with what ends it early and well.
+#[derive(Debug, Default)]
+pub(crate) struct Answers(Mutex<HashMap<RoomKey, CancellationToken>>);
+
+impl Answers {
+    fn lock(&self) -> MutexGuard<'_, HashMap<RoomKey, CancellationToken>> {
+        // Every change is one insert or one remove.
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn begin(&self, key: RoomKey) -> Generating<'_> {
+        let enough = CancellationToken::new();
+        self.lock().insert(key, enough.clone());
+        Generating { answers: self, key, enough }
+    }
+
+    /// False when there is no answer of that key.
+    fn enough(&self, key: RoomKey) -> bool {
+        self.lock().get(&key).map(CancellationToken::cancel).is_some()
+    }
+}
+
+/// An answer among others, until it is dropped.
+struct Generating<'a> {
+    answers: &'a Answers,
+    key: RoomKey,
+    enough: CancellationToken,
+}
+
+impl Drop for Generating<'_> {
+    fn drop(&mut self) {
+        self.answers.lock().remove(&self.key);
+    }
 }
 
 struct Room {
@@ -145,6 +207,10 @@ impl Room {
         let Shared { registry, .. } = &*self.shared;
         let group = registry.lookup(&self.asked.prefill).await;
         let group = group.map_err(|error| Problem::new(error.blame(), Stage::Lookup, error))?;
+        if group.role != Role::Prefill {
+            let cause = format!("field `prefill`: {} is a {} instance", group.instance, group.role);
+            return Err(Problem::new(Blame::Caller, Stage::Request, cause));
+        }
         Ok(group.members.into_iter().map(address).collect())
     }
 
@@ -176,9 +242,17 @@ impl Room {
             .engine
             .decode(lease, first)
             .map_err(|error| Problem::engine(Stage::Compute, &error))?;
+        // The engine has one room of a key: nobody else is there under this one.
+        let generating = self.shared.answers.begin(asked.key);
+        let mut enough = false;
         loop {
             let event = tokio::select! {
                 event = events.next() => event,
+                () = generating.enough.cancelled(), if !enough => {
+                    enough = true;
+                    events.enough();
+                    continue;
+                }
                 problem = self.ended(Stage::Compute) => return Err(problem),
             };
             match event {

@@ -13,25 +13,25 @@ use std::{
 use axum::{
     Router,
     extract::DefaultBodyLimit,
-    routing::{get, post},
-    serve::{Listener, ListenerExt},
+    routing::{delete, get, post},
 };
 use kvferry_engine::{Engine, EngineConfig, HandOff, Model, RoomLease};
 use kvferry_node::{Node, NodeConfig, Observer};
 use kvferry_plan::{Blame, Bytes, Incarnation, InstanceId, RoomKey};
-use kvferry_registry::{Client, Member, Registration, Role, State, bind_loopback};
+use kvferry_registry::{Client, Guarded, Member, Registration, Role, State, bind_loopback};
 use kvferry_transport::{Inject, TransportKind};
 use tokio::net::TcpListener;
-use tokio_util::{sync::CancellationToken, task::TaskTracker};
+use tokio_util::{
+    sync::CancellationToken,
+    task::{AbortOnDropHandle, TaskTracker},
+};
 
 use crate::{
-    NodeHandOff, Problem, ServerError, Stage, TraceSink, admin, decode, prefill,
+    NodeHandOff, Problem, ServerError, Stage, TraceSink, admin, decode, port, prefill,
     ready::{self, Watch},
     telemetry::Telemetry,
 };
 
-/// Largest request body: a million token ids.
-const BODY: usize = 8 << 20;
 /// How long a draining instance waits for the rooms that it has.
 const DRAIN: Duration = Duration::from_secs(10);
 /// How long a finished room may be held for somebody to read its cache.
@@ -87,6 +87,8 @@ pub(crate) struct Shared {
     watch: Watch,
     /// Work that outlives its HTTP request.
     pub(crate) tasks: TaskTracker,
+    /// What is being generated.
+    pub(crate) answers: decode::Answers,
     /// Ends what is still under way when draining took too long.
     pub(crate) stop: CancellationToken,
 }
@@ -257,6 +259,7 @@ impl Instance {
             telemetry,
             watch: Watch::new(ready::PATIENCE),
             tasks: TaskTracker::new(),
+            answers: decode::Answers::default(),
             stop: CancellationToken::new(),
         });
         shared.keep_watch();
@@ -283,9 +286,9 @@ impl Instance {
     pub async fn serve(self, drain: CancellationToken) -> Result<(), ServerError> {
         let shared = Arc::clone(&self.shared);
         let closing = CancellationToken::new();
-        let server = axum::serve(prompt(self.listener), routes(Arc::clone(&self.shared)))
-            .with_graceful_shutdown(closing.clone().cancelled_owned());
-        let server = tokio::spawn(async move { server.await });
+        let server = Guarded::new(self.listener, port::BOUNDS, port::refuse)
+            .serve(routes(Arc::clone(&self.shared)), closing.clone().cancelled_owned());
+        let server = AbortOnDropHandle::new(tokio::spawn(server));
         let refused = async {
             loop {
                 match shared.registration.registered().await {
@@ -310,21 +313,11 @@ impl Instance {
             shared.tasks.wait().await;
         }
         closing.cancel();
-        // Connections that a client keeps open do not keep the instance.
+        // What a client does not read any more does not keep the instance.
         let _ = tokio::time::timeout(Duration::from_secs(1), server).await;
         shared.node.shutdown().await;
         result
     }
-}
-
-/// Sends what is written at once: an answer is many small lines, and the operating system would hold them back until
-/// the client acknowledges earlier ones.
-pub(crate) fn prompt(listener: TcpListener) -> impl Listener<Addr = SocketAddr> {
-    listener.tap_io(|stream| {
-        if let Err(error) = stream.set_nodelay(true) {
-            tracing::debug!(%error, "TCP_NODELAY");
-        }
-    })
 }
 
 fn routes(shared: Arc<Shared>) -> Router {
@@ -335,10 +328,14 @@ fn routes(shared: Arc<Shared>) -> Router {
         .route("/debug/ledger", get(admin::ledger))
         .route("/debug/kv/{room}", get(admin::kv).delete(admin::release));
     match shared.role {
-        Role::Decode => admin.route("/internal/decode", post(decode::handle)),
+        Role::Decode => admin
+            .route("/internal/decode", post(decode::handle))
+            .route("/internal/decode/{room}", delete(decode::enough)),
         _ => admin.route("/internal/prefill", post(prefill::handle)),
     }
     .fallback(admin::nowhere)
-    .layer(DefaultBodyLimit::max(BODY))
+    .method_not_allowed_fallback(admin::wrong_method)
+    // The port bounds bodies.
+    .layer(DefaultBodyLimit::disable())
     .with_state(shared)
 }

@@ -11,6 +11,7 @@
 //! | `DELETE /debug/kv/{room}?attempt=A` | prefill, decode | 204; releases a room that was held for such reading |
 //! | `POST /internal/prefill` | prefill | [`PrefillRequest`] to [`PrefillReply`], when the room has ended |
 //! | `POST /internal/decode` | decode | [`DecodeRequest`] to a stream of [`DecodeRecord`], one JSON object a line |
+//! | `DELETE /internal/decode/{room}?attempt=A` | decode | 204; the tokens so far are enough: the stream ends with `done` |
 //! | `GET /v1/models`, `POST /v1/completions`, `POST /v1/chat/completions` | mono, router | as OpenAI has them; `docs/api.md` |
 //!
 //! A client that goes away ends its room, on both sides. Every refusal and failure is a [`Problem`]; `/v1` tells it in
@@ -34,6 +35,7 @@ mod metrics;
 mod mono;
 mod openai;
 mod pair;
+mod port;
 mod prefill;
 mod process;
 mod ready;
@@ -53,7 +55,7 @@ pub use handoff::NodeHandOff;
 pub use instance::{Instance, InstanceConfig};
 pub use metrics::metrics_page;
 pub use mono::{Mono, MonoConfig};
-pub use pair::{InstancePair, Leg, PairAnswer, PairDone, PairEvent};
+pub use pair::{InstancePair, Leg, PairAnswer, PairDone, PairEvent, mint_room};
 pub use registry::serve_registry;
 pub use router::{Router, RouterConfig};
 pub use telemetry::{Span, SpanValue, TraceContext, TraceSink};

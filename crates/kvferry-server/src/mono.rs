@@ -3,7 +3,6 @@
 
 use std::{
     net::SocketAddr,
-    pin::Pin,
     sync::{
         Arc,
         atomic::{AtomicBool, Ordering},
@@ -12,7 +11,7 @@ use std::{
 };
 
 use axum::{Json, Router, extract::State, response::Response, routing::get};
-use futures_util::{StreamExt, stream};
+use futures_util::future::BoxFuture;
 use kvferry_engine::{
     Engine, EngineConfig, EngineStats, Event, Events, Model, NoHandOff, Request, StopReason, Voice,
 };
@@ -23,10 +22,10 @@ use tokio::net::TcpListener;
 use tokio_util::sync::CancellationToken;
 
 use crate::{
-    Chosen, Problem, ServerError, Stage, TraceContext, TraceSink,
+    Chosen, Problem, ServerError, Stage, TraceSink,
     backend::{Answer, Backend, Finish, Job, Piece},
-    instance::prompt,
     openai::Api,
+    pair::mint_room,
     process::ProcessCounts,
     ready::{self, Ready, Watch},
     telemetry::{RoomTelemetry, Telemetry, Totals},
@@ -125,29 +124,34 @@ impl Mono {
             .route("/metrics", get(metrics))
             .route("/debug/ledger", get(ledger))
             .with_state(Arc::new(admin));
-        let (closing, app) = (drain.clone(), self.api.app(admin));
-        let server =
-            axum::serve(prompt(self.listener), app).with_graceful_shutdown(closing.cancelled_owned());
-        let server = tokio::spawn(async move { server.await });
-        drain.cancelled().await;
-        self.alone.draining.store(true, Ordering::Relaxed);
-        tracing::info!(instance = %self.alone.instance, under_way = self.api.under_way(), "draining");
-        match tokio::time::timeout(DRAIN, server).await {
-            Ok(Ok(served)) => Ok(served?),
-            Ok(Err(panic)) => Err(ServerError::Http(std::io::Error::other(panic))),
-            Err(_) => {
-                tracing::warn!(
-                    under_way = self.api.under_way(),
-                    "draining took too long: what is left is dropped"
-                );
-                Ok(())
+        let app = self.api.app(admin);
+        let late = async {
+            drain.cancelled().await;
+            self.alone.draining.store(true, Ordering::Relaxed);
+            tracing::info!(instance = %self.alone.instance, under_way = self.api.under_way(), "draining");
+            tokio::time::sleep(DRAIN).await;
+        };
+        tokio::select! {
+            () = self.api.port(self.listener).serve(app, drain.cancelled()) => {}
+            () = late => {
+                let under_way = self.api.under_way();
+                tracing::warn!(under_way, "draining took too long: what is left is dropped");
             }
         }
+        Ok(())
     }
 }
 
+/// An answer under way.
+struct Running {
+    events: Events,
+    seen: RoomTelemetry,
+    /// A piece that was waited for and not told yet.
+    first: Option<Piece>,
+}
+
 impl Backend for Alone {
-    fn start(&self, job: Job) -> Pin<Box<dyn Future<Output = Result<Answer, Problem>> + Send + '_>> {
+    fn start(&self, job: Job) -> BoxFuture<'_, Result<Box<dyn Answer>, Problem>> {
         Box::pin(async move {
             let request = Request {
                 prompt: job.prompt.to_vec(),
@@ -157,21 +161,16 @@ impl Backend for Alone {
                 top_logprobs: job.top_logprobs,
                 hold: None,
             };
-            let key = RoomKey { room: TraceContext::draw_room(), attempt: Attempt(0) };
-            let seen = self.telemetry.begin(key, job.prompt.len(), None);
-            let mut events = self.engine.generate(request).map_err(|error| {
+            let key = RoomKey { room: mint_room()?, attempt: Attempt(0) };
+            let seen = self.telemetry.begin(key, job.prompt.len(), job.trace);
+            let events = self.engine.generate(request).map_err(|error| {
                 let problem = Problem::engine(Stage::Admission, &error);
                 seen.failed(&problem, false);
                 problem
             })?;
-            let first = next(&mut events, &seen).await?;
-            let rest = stream::unfold(Some((events, seen)), |under_way| async move {
-                let (mut events, seen) = under_way?;
-                let piece = next(&mut events, &seen).await;
-                let more = matches!(piece, Ok(Piece::Token(_)));
-                Some((piece, more.then_some((events, seen))))
-            });
-            Ok(stream::once(std::future::ready(Ok(first))).chain(rest).boxed())
+            let mut running = Running { events, seen, first: None };
+            running.first = Some(running.piece().await?);
+            Ok(Box::new(running) as Box<dyn Answer>)
         })
     }
 
@@ -190,16 +189,43 @@ impl Backend for Alone {
     }
 }
 
-async fn next(events: &mut Events, seen: &RoomTelemetry) -> Result<Piece, Problem> {
-    let piece = read(events).await;
-    match &piece {
-        Ok(Piece::Token(_)) => seen.token(),
-        Ok(Piece::Finish(finish)) => {
-            seen.completed(Totals { cached: finish.cached_tokens, exposed: None });
+impl Running {
+    async fn piece(&mut self) -> Result<Piece, Problem> {
+        let piece = read(&mut self.events).await;
+        match &piece {
+            Ok(Piece::Token(_)) => self.seen.token(),
+            Ok(Piece::Finish(finish)) => {
+                self.seen.completed(Totals { cached: finish.cached_tokens, exposed: None });
+            }
+            Err(problem) => self.seen.failed(problem, false),
         }
-        Err(problem) => seen.failed(problem, false),
+        piece
     }
-    piece
+}
+
+impl Answer for Running {
+    fn next(&mut self) -> BoxFuture<'_, Result<Piece, Problem>> {
+        Box::pin(async move {
+            match self.first.take() {
+                Some(first) => Ok(first),
+                None => self.piece().await,
+            }
+        })
+    }
+
+    fn enough(&mut self) -> BoxFuture<'_, Finish> {
+        self.events.enough();
+        Box::pin(async move {
+            loop {
+                match self.piece().await {
+                    Ok(Piece::Token(_)) => {}
+                    Ok(Piece::Finish(finish)) => return finish,
+                    // What came before it failed was all that was wanted.
+                    Err(_) => return Finish::default(),
+                }
+            }
+        })
+    }
 }
 
 async fn read(events: &mut Events) -> Result<Piece, Problem> {

@@ -43,7 +43,10 @@ pub(crate) async fn handle(
         shared.handoff.forget(key);
         problem
     };
-    shared.admit().map_err(refuse)?;
+    shared.admit().map_err(|problem| {
+        seen.failed(&problem, false);
+        refuse(problem)
+    })?;
     let prompt = Prompt::of(&asked.prompt);
     let request = Request {
         sampling: asked.sampling.into(),

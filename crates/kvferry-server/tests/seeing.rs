@@ -15,8 +15,9 @@ use kvferry_engine::{EngineConfig, LoadOptions, Model, checkpoint};
 use kvferry_plan::{Attempt, InstanceId, RoomId, RoomKey};
 use kvferry_registry::{Role, bind_loopback, loopback_http};
 use kvferry_server::{
-    DecodeRecord, DecodeRequest, Instance, InstanceClient, InstanceConfig, PrefillRequest, Problem,
-    SamplingSpec, Span, SpanValue, TraceContext, TraceSink, metrics_page, serve_registry,
+    DecodeRecord, DecodeRequest, Instance, InstanceClient, InstanceConfig, InstancePair, Leg, PairEvent,
+    PrefillRequest, Problem, SamplingSpec, Span, SpanValue, TraceContext, TraceSink, metrics_page,
+    serve_registry,
 };
 use kvferry_transport::TransportKind;
 use serde_json::Value;
@@ -342,6 +343,48 @@ async fn counters_move_with_a_room_that_is_handed_over_and_with_one_that_fails()
     assert_eq!(sum(&registry, "kvferry_registry_members", &["prefill"]), 1.0);
     assert_eq!(sum(&registry, "kvferry_registry_instances", &["whole"]), 2.0);
     assert_eq!(get(&format!("{}/ready", cluster.registry)).await.0, 200);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn who_leaves_is_no_failure_and_who_has_enough_is_a_success() {
+    log();
+    let cluster = Cluster::start("leavers").await;
+    let pair = |name: usize, url: &str| Leg {
+        instance: cluster.names[name].clone(),
+        client: InstanceClient::new(url).unwrap(),
+    };
+    let pair = InstancePair { prefill: pair(0, &cluster.prefill), decode: pair(1, &cluster.decode) };
+    let long = |room| DecodeRequest { max_tokens: 3000, ..cluster.ask(room, 40).1 };
+    // One reads two tokens and has enough of it, the other goes without a word.
+    for (room, outcome) in [(0xd1, "completed"), (0xd2, "aborted")] {
+        let mut answer = pair.open(long(room)).await.unwrap();
+        for _ in 0..2 {
+            assert!(matches!(answer.next().await.unwrap(), Some(PairEvent::Token(_))));
+        }
+        if outcome == "completed" {
+            let done = answer.enough().await.unwrap();
+            assert_eq!((done.decode.reason.as_str(), done.prefill.unwrap().prompt_tokens), ("enough", 40));
+            assert_eq!(answer.next().await.unwrap(), None);
+        }
+        drop(answer);
+        until("decode has said how it ended", async || !logged(room, "decode").is_empty()).await;
+        let line = &logged(room, "decode")[0];
+        assert_eq!(line["outcome"], outcome, "{line:#}");
+        assert_eq!(line["cause"].is_string(), outcome == "aborted", "{line:#}");
+        assert!(line["generated"].as_u64().unwrap() < 3000, "it ended before its time: {line:#}");
+    }
+    let decode = cluster.metrics(&cluster.decode).await;
+    for outcome in ["completed", "aborted"] {
+        assert_eq!(sum(&decode, "kvferry_rooms_total", &[outcome]), 1.0, "{decode:#?}");
+    }
+    assert_eq!(sum(&decode, "kvferry_failures_total", &[]), 0.0, "{decode:#?}");
+    // Nothing is generated there any more.
+    let key = RoomKey { room: RoomId(0xd1), attempt: Attempt(0) };
+    let late = pair.decode.client.enough(key).await.unwrap_err();
+    assert!(late.to_string().contains("nothing is being generated"), "{late}");
+    let prompt = vec![7; 3];
+    let again = DecodeRequest { prompt, ..long(0xd3) };
+    assert!(matches!(pair.open(again).await.unwrap().next().await.unwrap(), Some(PairEvent::Token(_))));
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -475,3 +475,41 @@ fn children(pid: u32) -> Vec<String> {
         })
         .collect()
 }
+
+#[test]
+fn a_prefill_that_is_none_is_refused_at_once_and_is_the_callers_mistake() {
+    let cluster = Cluster::start(&[], &[]);
+    let decode = client(&cluster.decode);
+    for (name, said) in [
+        (cluster.decode.instance.clone(), "is a decode instance"),
+        (String::new(), "is not a name"),
+        ("x".repeat(100_000), "is not a name"),
+        ("../members".into(), "is not a name"),
+    ] {
+        let (_, mut request) = cluster.ask(1, &[5, 6, 7]);
+        request.prefill = InstanceId(name);
+        let problem = cluster.runtime.block_on(decode.decode(&request)).map(drop).unwrap_err();
+        assert_eq!((problem.blame, problem.stage), (Blame::Caller, Stage::Request), "{problem}");
+        assert!(problem.cause.contains("field `prefill`") && problem.cause.contains(said), "{problem}");
+    }
+    wait_until("quiet", || cluster.is_quiet());
+}
+
+#[test]
+fn prompts_of_different_lengths_are_the_callers_mistake_on_both_sides() {
+    let cluster = Cluster::start(&[], &[]);
+    let prompt: Vec<u32> = (5..45).collect();
+    for (room, here, there) in [(1, 30, 40), (2, 40, 30)] {
+        let (to_prefill, _) = cluster.ask(room, &prompt[..here]);
+        let (_, to_decode) = cluster.ask(room, &prompt[..there]);
+        let (prefill, decode) = (client(&cluster.prefill), client(&cluster.decode));
+        let (replied, failed) = cluster
+            .runtime
+            .block_on(async { tokio::join!(prefill.prefill(&to_prefill), failure(&decode, &to_decode)) });
+        for problem in [replied.unwrap_err(), failed] {
+            assert_eq!(problem.blame, Blame::Caller, "{problem}");
+            assert!(problem.cause.contains("field `prompt`"), "{problem}");
+        }
+    }
+    wait_until("quiet", || cluster.is_quiet());
+}

@@ -15,6 +15,8 @@ use crate::{Problem, process::ProcessCounts, telemetry::Phase};
 
 /// Peers that are told apart.
 const PEERS: usize = 64;
+/// The outcome of a request whose client has left, which is nobody's failure.
+const ABORTED: &str = "aborted";
 /// Fields of refusals that are told apart.
 const FIELDS: usize = 32;
 
@@ -80,7 +82,7 @@ impl InstanceMetrics {
                 "rooms",
                 None,
                 "outcome",
-                "Requests that have ended: completed, aborted (the client of one side went away), refused (never begun), \
+                "Requests that have ended: completed, aborted (the client left before the answer was whole), refused (never begun), \
                  failed",
                 Family::default(),
             ),
@@ -117,7 +119,7 @@ impl InstanceMetrics {
                 "failures",
                 None,
                 "blame stage cause peer",
-                "Requests that ended otherwise than completed: whose fault, doing what, why, with which instance",
+                "Requests that were refused or have failed, not those that clients have left: whose fault, doing what, why, with which instance",
                 Family::default(),
             ),
             refusals: all.add(
@@ -179,7 +181,7 @@ impl InstanceMetrics {
             drop(metrics.stage_rooms.get_or_create(&stage));
             drop(metrics.stage_seconds.get_or_create(&stage));
         }
-        for outcome in ["completed", "aborted", "refused", "failed"] {
+        for outcome in ["completed", ABORTED, "refused", "failed"] {
             drop(metrics.rooms.get_or_create(&OutcomeLabels { outcome }));
         }
         for kind in ["prompt", "cached", "generated"] {
@@ -209,15 +211,16 @@ impl InstanceMetrics {
         let Ended { outcome, problem, direction, .. } = *ended;
         self.rooms.get_or_create(&OutcomeLabels { outcome }).inc();
         let peer = if ended.peer.is_empty() { "none".to_owned() } else { self.peers.label(ended.peer) };
-        if let Some(problem) = problem {
-            let (blame, stage, cause) = problem.labels(outcome);
+        if let Some(problem) = problem.filter(|_| outcome != ABORTED) {
+            let (blame, stage, cause) = problem.labels();
             let labels = FailureLabels { blame, stage, cause, peer: peer.clone() };
             self.failures.get_or_create(&labels).inc();
             if let Some(field) = &problem.field {
                 let labels = RefusalLabels { field: self.fields.label(field), peer: peer.clone() };
                 self.refusals.get_or_create(&labels).inc();
             }
-        } else {
+        }
+        if problem.is_none() {
             self.cache_lookups.inc();
             self.cache_hits.inc_by(u64::from(ended.cached_tokens > 0));
         }

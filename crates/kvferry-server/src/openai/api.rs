@@ -5,15 +5,16 @@ use std::sync::Arc;
 use axum::{
     Json, Router,
     body::Bytes,
-    extract::{DefaultBodyLimit, Path, State, rejection::BytesRejection},
-    http::{Method, Uri},
+    extract::{DefaultBodyLimit, Path, State, rejection::PathRejection},
+    http::{HeaderMap, Method, Uri},
     response::{IntoResponse, Response},
     routing::{get, post},
 };
 use kvferry_engine::Voice;
 use kvferry_plan::Blame;
+use kvferry_registry::Guarded;
 use serde::Serialize;
-use tokio::sync::Semaphore;
+use tokio::{net::TcpListener, sync::Semaphore};
 
 use super::{
     body::Body,
@@ -24,10 +25,8 @@ use super::{
     shape::{Shape, now},
     stream,
 };
-use crate::{Problem, Stage, backend::Backend};
+use crate::{Problem, Stage, TraceContext, backend::Backend, port};
 
-/// Largest request body: a million token ids.
-const BODY: usize = 8 << 20;
 /// Continuations under way at once, over all requests.
 const SLOTS: usize = 1024;
 
@@ -77,7 +76,15 @@ impl Api {
             .method_not_allowed_fallback(async |method: Method, uri: Uri| {
                 ApiError::wrong_method(method.as_str(), uri.path())
             })
-            .layer(DefaultBodyLimit::max(BODY))
+            // The port bounds bodies.
+            .layer(DefaultBodyLimit::disable())
+    }
+
+    /// Where it is served: what the port itself refuses has OpenAI's shape too.
+    pub(crate) fn port(&self, listener: TcpListener) -> Guarded {
+        Guarded::new(listener, port::BOUNDS, |status, cause| {
+            ApiError::from(port::problem(status, cause)).into_response()
+        })
     }
 
     fn info(&self) -> ModelInfo<'_> {
@@ -87,10 +94,12 @@ impl Api {
     async fn answer(
         self: Arc<Self>,
         kind: Kind,
-        body: Result<Bytes, BytesRejection>,
+        headers: &HeaderMap,
+        body: Bytes,
     ) -> Result<Response, ApiError> {
-        let body = body?;
-        let wanted = Arc::new(self.understand(kind, body).await?);
+        let mut wanted = self.understand(kind, body).await?;
+        wanted.trace = TraceContext::from_headers(headers);
+        let wanted = Arc::new(wanted);
         let told = |problem| ApiError::computing(problem, kind.prompt_field());
         self.backend.ready().map_err(told)?;
         for prompt in &wanted.prompts {
@@ -132,7 +141,11 @@ async fn models(State(api): State<Arc<Api>>) -> Response {
     Json(ModelList { object: "list", data: [api.info()] }).into_response()
 }
 
-async fn model(State(api): State<Arc<Api>>, Path(id): Path<String>) -> Result<Response, ApiError> {
+async fn model(
+    State(api): State<Arc<Api>>,
+    id: Result<Path<String>, PathRejection>,
+) -> Result<Response, ApiError> {
+    let Path(id) = id.map_err(|rejection| ApiError::field("model", rejection.body_text()))?;
     if id == api.voice.name {
         return Ok(Json(api.info()).into_response());
     }
@@ -141,14 +154,12 @@ async fn model(State(api): State<Arc<Api>>, Path(id): Path<String>) -> Result<Re
 
 async fn completions(
     State(api): State<Arc<Api>>,
-    body: Result<Bytes, BytesRejection>,
+    headers: HeaderMap,
+    body: Bytes,
 ) -> Result<Response, ApiError> {
-    api.answer(Kind::Completion, body).await
+    api.answer(Kind::Completion, &headers, body).await
 }
 
-async fn chat(
-    State(api): State<Arc<Api>>,
-    body: Result<Bytes, BytesRejection>,
-) -> Result<Response, ApiError> {
-    api.answer(Kind::Chat, body).await
+async fn chat(State(api): State<Arc<Api>>, headers: HeaderMap, body: Bytes) -> Result<Response, ApiError> {
+    api.answer(Kind::Chat, &headers, body).await
 }

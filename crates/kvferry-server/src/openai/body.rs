@@ -1,26 +1,28 @@
 //! A request's body, read as JSON: types only. What is wrong is told with the name of the field.
 
-use std::fmt;
+use std::{fmt, marker::PhantomData};
 
 use serde::{
     Deserialize, Deserializer,
-    de::{Error, SeqAccess, Visitor, value::SeqAccessDeserializer},
+    de::{
+        Error, MapAccess, SeqAccess, Visitor,
+        value::{MapAccessDeserializer, SeqAccessDeserializer},
+    },
 };
 
 use super::{error::ApiError, unserved};
 
 /// The fields of both kinds of request; what only the other kind has is ignored, as are fields that nobody knows.
 #[derive(Debug, Deserialize)]
-#[serde(expecting = "a JSON object")]
 pub(crate) struct Body {
     pub(crate) model: Option<String>,
     pub(crate) prompt: Option<Prompts>,
-    pub(crate) messages: Option<Vec<MessageBody>>,
+    pub(crate) messages: Option<Vec<Object<MessageBody>>>,
     pub(crate) max_tokens: Option<u32>,
     pub(crate) max_completion_tokens: Option<u32>,
     pub(crate) n: Option<u32>,
     pub(crate) stream: Option<bool>,
-    pub(crate) stream_options: Option<StreamOptions>,
+    pub(crate) stream_options: Option<Object<StreamOptions>>,
     pub(crate) stop: Option<Stops>,
     pub(crate) temperature: Option<f32>,
     pub(crate) top_p: Option<f32>,
@@ -38,7 +40,7 @@ impl Body {
     /// What is no JSON, has a wrong type, or asks for what is not served.
     pub(crate) fn read(text: &[u8]) -> Result<Self, ApiError> {
         let mut json = serde_json::Deserializer::from_slice(text);
-        let body = serde_path_to_error::deserialize(&mut json).map_err(|error| {
+        let Object(body) = serde_path_to_error::deserialize(&mut json).map_err(|error| {
             let path = error.path().to_string();
             let said = error.into_inner();
             if !said.is_data() {
@@ -57,14 +59,34 @@ impl Body {
     }
 }
 
+/// A JSON object. By itself serde also takes a list, for the fields in their order.
+#[derive(Debug)]
+pub(crate) struct Object<T>(pub(crate) T);
+
+impl<'de, T: Deserialize<'de>> Deserialize<'de> for Object<T> {
+    fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
+        struct It<T>(PhantomData<T>);
+        impl<'de, T: Deserialize<'de>> Visitor<'de> for It<T> {
+            type Value = Object<T>;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("an object")
+            }
+
+            fn visit_map<A: MapAccess<'de>>(self, fields: A) -> Result<Object<T>, A::Error> {
+                T::deserialize(MapAccessDeserializer::new(fields)).map(Object)
+            }
+        }
+        from.deserialize_map(It(PhantomData))
+    }
+}
+
 #[derive(Debug, Deserialize)]
-#[serde(expecting = "an object")]
 pub(crate) struct StreamOptions {
     pub(crate) include_usage: Option<bool>,
 }
 
 #[derive(Debug, Deserialize)]
-#[serde(expecting = "a message with `role` and `content`")]
 pub(crate) struct MessageBody {
     pub(crate) role: String,
     pub(crate) content: Option<Content>,
@@ -159,20 +181,19 @@ fn rest<'de, A: SeqAccess<'de>, T: Deserialize<'de>, U>(
 pub(crate) struct Content(pub(crate) String);
 
 #[derive(Deserialize)]
-#[serde(expecting = "a part with `type` and `text`")]
 struct AnyPart {
     r#type: String,
     text: Option<String>,
 }
 
 #[derive(Deserialize)]
-#[serde(try_from = "AnyPart")]
+#[serde(try_from = "Object<AnyPart>")]
 struct TextPart(String);
 
-impl TryFrom<AnyPart> for TextPart {
+impl TryFrom<Object<AnyPart>> for TextPart {
     type Error = String;
 
-    fn try_from(part: AnyPart) -> Result<Self, String> {
+    fn try_from(Object(part): Object<AnyPart>) -> Result<Self, String> {
         match part {
             AnyPart { r#type, text: Some(text) } if r#type == "text" => Ok(Self(text)),
             AnyPart { r#type, .. } => {

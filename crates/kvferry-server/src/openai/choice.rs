@@ -2,13 +2,12 @@
 
 use std::sync::Arc;
 
-use futures_util::{Stream, StreamExt, stream};
-use kvferry_plan::Blame;
+use futures_util::{Stream, stream};
 use serde::Serialize;
 
 use super::text::{Assembler, Shown, Spoken};
 use crate::{
-    Problem, Stage,
+    Problem,
     backend::{Answer, Backend, Job, Piece},
 };
 
@@ -33,7 +32,7 @@ pub(crate) struct Delta {
     pub(crate) generated: u64,
     /// With the last one.
     pub(crate) ending: Option<Ending>,
-    /// Prompt tokens that were not computed, with the last one; none are known of where a stop string ended it.
+    /// Prompt tokens that were not computed, with the last one.
     pub(crate) cached: u64,
 }
 
@@ -55,7 +54,7 @@ impl Delta {
 
 enum State {
     Waiting(Arc<dyn Backend>, Job),
-    Running(Answer),
+    Running(Box<dyn Answer>),
     Over,
 }
 
@@ -94,25 +93,23 @@ impl Choice {
         loop {
             let State::Running(answer) = &mut self.state else { return None };
             let (shown, ending, cached) = match answer.next().await {
-                Some(Ok(Piece::Token(chosen))) => {
+                Ok(Piece::Token(chosen)) => {
                     self.generated += 1;
                     let shown = self.assembler.push(chosen);
-                    let ending = shown.stopped.then_some(Ending::Stop);
-                    (shown, ending, 0)
+                    if shown.stopped {
+                        (shown, Some(Ending::Stop), answer.enough().await.cached_tokens)
+                    } else {
+                        (shown, None, 0)
+                    }
                 }
-                Some(Ok(Piece::Finish(finish))) => {
+                Ok(Piece::Finish(finish)) => {
                     let shown = self.assembler.finish();
                     let stopped = finish.eos || shown.stopped;
                     (shown, Some(if stopped { Ending::Stop } else { Ending::Length }), finish.cached_tokens)
                 }
-                Some(Err(problem)) => return Some(Err(problem)),
-                None => {
-                    let cause = "the answer ended without an end; this is a defect, please report it";
-                    return Some(Err(Problem::new(Blame::Us, Stage::Compute, cause)));
-                }
+                Err(problem) => return Some(Err(problem)),
             };
             if ending.is_some() {
-                // What a stop string cut off is given up at once.
                 self.state = State::Over;
             }
             let Shown { text, tokens, .. } = shown;

@@ -2,7 +2,6 @@
 
 use axum::{
     Json,
-    extract::rejection::BytesRejection,
     http::StatusCode,
     response::{IntoResponse, Response},
 };
@@ -116,12 +115,6 @@ impl From<Problem> for ApiError {
         let at = problem.instance.as_ref().map(|instance| format!("{instance}: ")).unwrap_or_default();
         let error = Self::new(problem.status(), at + &problem.cause);
         Self { detail: Detail { stage: problem.stage, blame: problem.blame, ..error.detail }, ..error }
-    }
-}
-
-impl From<BytesRejection> for ApiError {
-    fn from(rejection: BytesRejection) -> Self {
-        Self::new(rejection.status(), rejection.body_text())
     }
 }
 

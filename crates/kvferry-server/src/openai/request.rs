@@ -9,10 +9,10 @@ use kvferry_engine::{
 };
 
 use super::{
-    body::{Body, Logprobs, MessageBody, Prompt, Prompts},
+    body::{Body, Logprobs, MessageBody, Object, Prompt, Prompts},
     error::ApiError,
 };
-use crate::{Problem, SamplingSpec, Stage, backend::Job};
+use crate::{Problem, SamplingSpec, Stage, TraceContext, backend::Job};
 
 /// Most continuations of one request, over all its prompts.
 const CONTINUATIONS: usize = 128;
@@ -59,6 +59,8 @@ pub(crate) struct Wanted {
     pub(crate) stream: bool,
     pub(crate) include_usage: bool,
     pub(crate) return_token_ids: bool,
+    /// The caller's trace, which this is a part of.
+    pub(crate) trace: Option<TraceContext>,
 }
 
 impl Wanted {
@@ -96,8 +98,12 @@ impl Wanted {
             logprobs,
             stops,
             stream: body.stream.unwrap_or(false),
-            include_usage: body.stream_options.and_then(|options| options.include_usage).unwrap_or(false),
+            include_usage: body
+                .stream_options
+                .and_then(|Object(options)| options.include_usage)
+                .unwrap_or(false),
             return_token_ids: body.return_token_ids.unwrap_or(false),
+            trace: None,
         })
     }
 
@@ -115,6 +121,7 @@ impl Wanted {
             sampling: SamplingSpec { seed: seed_of(self.sampling.seed, index), ..self.sampling },
             ignore_eos: self.ignore_eos,
             top_logprobs: self.logprobs.unwrap_or(0),
+            trace: self.trace,
         })
     }
 }
@@ -243,11 +250,12 @@ fn completion(prompts: Option<Prompts>, voice: &Voice) -> Result<Vec<Arc<[u32]>>
     prompts.into_iter().map(one).collect()
 }
 
-fn chat(messages: Option<Vec<MessageBody>>, voice: &Voice) -> Result<Arc<[u32]>, ApiError> {
+fn chat(messages: Option<Vec<Object<MessageBody>>>, voice: &Voice) -> Result<Arc<[u32]>, ApiError> {
     let messages = messages.filter(|messages| !messages.is_empty()).ok_or_else(|| {
         ApiError::field("messages", "messages is missing or empty: send at least one message")
     })?;
-    let message = |(index, body): (usize, MessageBody)| {
+    let tokenizer = tokenizer(voice, "messages")?;
+    let message = |(index, Object(body)): (usize, Object<MessageBody>)| {
         if body.tool_calls.is_some_and(|calls| !calls.is_null() && calls != serde_json::json!([])) {
             let field = format!("messages[{index}].tool_calls");
             let message = format!("{field} is not served: this server calls no tools");
@@ -255,10 +263,12 @@ fn chat(messages: Option<Vec<MessageBody>>, voice: &Voice) -> Result<Arc<[u32]>,
         }
         // The newer name of what templates know as the system's part.
         let role = if body.role == "developer" { "system".to_owned() } else { body.role };
-        Ok(Message { role, content: body.content.map(|content| content.0).unwrap_or_default() })
+        let content = body.content.map(|content| content.0).unwrap_or_default();
+        // Turns are begun and ended by the template alone.
+        let [role, content] = [role, content].map(|said| tokenizer.shield(&said).into_owned());
+        Ok(Message { role, content })
     };
     let messages: Vec<Message> = messages.into_iter().enumerate().map(message).collect::<Result<_, _>>()?;
-    let tokenizer = tokenizer(voice, "messages")?;
     let template = voice.chat_template.as_ref().ok_or_else(|| {
         let message = format!("{} has no chat template: send a plain prompt to /v1/completions", voice.name);
         ApiError::field("messages", message)

@@ -1,7 +1,6 @@
 //! What the API makes of a backend that fails, hangs or refuses: things that an engine does too seldom to wait for.
 
 use std::{
-    pin::Pin,
     sync::{
         Arc,
         atomic::{AtomicUsize, Ordering},
@@ -10,7 +9,7 @@ use std::{
 };
 
 use axum::Router;
-use futures_util::{StreamExt, future, stream};
+use futures_util::future::{self, BoxFuture};
 use kvferry_engine::{Voice, tokenizer::Tokenizer};
 use kvferry_plan::Blame;
 use kvferry_registry::loopback_http;
@@ -49,24 +48,39 @@ fn broken() -> Problem {
     Problem::new(Blame::PeerMisbehaved, Stage::HandOff, "the link broke")
 }
 
+/// Six letters, then what the prompt asks for.
+struct Spoken {
+    letters: std::vec::IntoIter<u8>,
+    then: u32,
+    _live: Live,
+}
+
+impl Answer for Spoken {
+    fn next(&mut self) -> BoxFuture<'_, Result<Piece, Problem>> {
+        let piece = match (self.letters.next(), self.then) {
+            (Some(byte), _) => Ok(Piece::Token(Chosen { id: byte.into(), logprob: -1.0, top: Vec::new() })),
+            (None, HANGS) => return Box::pin(future::pending()),
+            (None, FAILS_LATER) => Err(broken()),
+            (None, _) => Ok(Piece::Finish(Finish { eos: true, cached_tokens: 7 })),
+        };
+        Box::pin(future::ready(piece))
+    }
+
+    fn enough(&mut self) -> BoxFuture<'_, Finish> {
+        Box::pin(future::ready(Finish { eos: false, cached_tokens: 5 }))
+    }
+}
+
 impl Backend for Fake {
-    fn start(&self, job: Job) -> Pin<Box<dyn Future<Output = Result<Answer, Problem>> + Send + '_>> {
+    fn start(&self, job: Job) -> BoxFuture<'_, Result<Box<dyn Answer>, Problem>> {
         Box::pin(async move {
-            let token = |id| Ok(Piece::Token(Chosen { id, logprob: -1.0, top: Vec::new() }));
+            let then = job.prompt[0];
+            if then == FAILS_AT_ONCE {
+                return Err(broken());
+            }
             self.live.fetch_add(1, Ordering::SeqCst);
-            let live = Live(Arc::clone(&self.live));
-            let spoken = stream::iter(b"abcdef".map(|byte| token(byte.into())));
-            let rest: Answer = match job.prompt[0] {
-                HANGS => stream::pending().boxed(),
-                FAILS_AT_ONCE => return Err(broken()),
-                FAILS_LATER => stream::iter([Err(broken())]).boxed(),
-                _ => stream::iter([Ok(Piece::Finish(Finish { eos: true, cached_tokens: 7 }))]).boxed(),
-            };
-            let answer = spoken.chain(rest).map(move |piece| {
-                let _kept = &live;
-                piece
-            });
-            Ok(answer.boxed())
+            let letters = b"abcdef".to_vec().into_iter();
+            Ok(Box::new(Spoken { letters, then, _live: Live(Arc::clone(&self.live)) }) as Box<dyn Answer>)
         })
     }
 
@@ -175,7 +189,9 @@ async fn a_stop_string_gives_up_what_is_still_computed() {
         let answer: Value = serde_json::from_str(&text).unwrap();
         assert_eq!((status, &answer["choices"][0]["text"]), (200, &json!("abc")), "{answer}");
         assert_eq!(answer["choices"][0]["finish_reason"], "stop");
-        assert_eq!(answer["usage"]["completion_tokens"], 5, "what was cut off had been computed");
+        let usage = &answer["usage"];
+        assert_eq!(usage["completion_tokens"], 5, "what was cut off had been computed");
+        assert_eq!(usage["prompt_tokens_details"]["cached_tokens"], 5, "{usage}");
         client.live(0).await;
     })
     .await;

@@ -3,7 +3,7 @@
 
 use std::{future::Future, pin::Pin, time::Duration};
 
-use kvferry_plan::{Blame, InstanceId};
+use kvferry_plan::{Blame, InstanceId, RoomId, RoomKey};
 use tokio::time::{Instant, sleep, sleep_until, timeout};
 
 use crate::{
@@ -56,6 +56,19 @@ pub struct PairDone {
     pub prefill: Option<PrefillReply>,
 }
 
+/// A room id that nobody can guess or meet twice.
+///
+/// # Errors
+/// When the system has no randomness.
+pub fn mint_room() -> Result<RoomId, Problem> {
+    let mut id = [0; 16];
+    getrandom::fill(&mut id).map_err(|error| {
+        let cause = format!("no randomness for a room id: {error}");
+        Problem::new(Blame::Environment, Stage::Request, cause)
+    })?;
+    Ok(RoomId(u128::from_ne_bytes(id)))
+}
+
 impl InstancePair {
     /// Asks for a room; answers when decode has its pages. Prefill is asked with the first [`PairAnswer::next`]. The
     /// prefill that `request` names does not count: this pair's is put in. Dropping the future or the answer ends the
@@ -82,7 +95,8 @@ impl InstancePair {
         let asked = Box::pin(async move { client.prefill(&prefill).await });
         let pair = self.clone();
         let prefill = Prefill::Asked(asked);
-        Ok(PairAnswer { pair, decode, prefill, alternatives, held: None, begun: false, over: false })
+        let key = request.key;
+        Ok(PairAnswer { pair, key, decode, prefill, alternatives, held: None, begun: false, over: false })
     }
 }
 
@@ -113,6 +127,7 @@ impl Prefill {
 /// A room's answer as it comes.
 pub struct PairAnswer {
     pair: InstancePair,
+    key: RoomKey,
     decode: DecodeStream,
     prefill: Prefill,
     /// The first token's alternatives are wanted, and come from prefill.
@@ -148,6 +163,23 @@ impl PairAnswer {
             self.decode.close();
         }
         event.map(Some)
+    }
+
+    /// Says that the tokens so far are enough: decode ends the room as one that ended well. What both sides say of it; none
+    /// when it had ended before, or they do not say it soon. Then, as always, dropping the answer ends what is left.
+    pub async fn enough(&mut self) -> Option<PairDone> {
+        let ended = async {
+            // One that does not know the room has just ended it by itself: what it says is on its way.
+            let _ = self.pair.decode.client.enough(self.key).await;
+            loop {
+                match self.next().await {
+                    Ok(Some(PairEvent::Token(_))) => {}
+                    Ok(Some(PairEvent::Done(done))) => return Some(done),
+                    Ok(None) | Err(_) => return None,
+                }
+            }
+        };
+        timeout(REPLY, ended).await.ok().flatten()
     }
 
     async fn step(&mut self) -> Result<PairEvent, Problem> {

@@ -1,7 +1,6 @@
 //! Continuations from pairs of instances.
 
 use std::{
-    pin::Pin,
     sync::{
         Arc, Mutex, PoisonError,
         atomic::{AtomicBool, AtomicUsize, Ordering},
@@ -9,8 +8,8 @@ use std::{
     time::{Duration, Instant},
 };
 
-use futures_util::{StreamExt, stream};
-use kvferry_plan::{Attempt, Blame, Fit, InstanceId, Limit, RoomId, RoomKey};
+use futures_util::future::BoxFuture;
+use kvferry_plan::{Attempt, Blame, Fit, InstanceId, Limit, RoomKey};
 
 use super::{
     choice::{Candidate, choose},
@@ -18,16 +17,17 @@ use super::{
     view::{Match, Snapshot, View},
 };
 use crate::{
-    DecodeRequest, InstancePair, PairAnswer, PairEvent, Problem, Stage,
+    DecodeRequest, InstancePair, PairAnswer, PairDone, PairEvent, Problem, Stage,
     api::Reach,
     backend::{Answer, Backend, Finish, Job, Piece},
+    pair::mint_room,
     telemetry::{RoomTelemetry, Telemetry, Totals},
 };
 
-/// Pairs that are tried for one request, if nothing was begun at those before.
+/// Pairs that are tried for one request, as long as its client has heard nothing.
 const ATTEMPTS: u32 = 3;
-/// A request that is older has waited for something: it is not tried again.
-const YOUNG: Duration = Duration::from_secs(2);
+/// An instance that takes longer to say that it takes no more has let the request wait for pages: it is not to wait again.
+const SOON: Duration = Duration::from_secs(2);
 
 /// Pairs of instances as a backend.
 #[derive(Debug)]
@@ -67,6 +67,9 @@ struct Running {
     _decode: Booking,
     _counted: Counted,
     seen: RoomTelemetry,
+    seats: [Arc<Seat>; 2],
+    /// A piece that was waited for and not told yet.
+    first: Option<Piece>,
 }
 
 impl Pairs {
@@ -84,13 +87,13 @@ impl Pairs {
         self.rooms.load(Ordering::Relaxed)
     }
 
-    async fn begin(&self, job: Job) -> Result<Answer, Problem> {
-        let (room, began) = (mint()?, Instant::now());
-        let mut avoid: Vec<InstanceId> = Vec::new();
+    async fn begin(&self, job: Job) -> Result<Running, Problem> {
+        let (room, mut tried) = (mint_room()?, Tried::default());
         let mut attempt = 0;
         loop {
+            let began = Instant::now();
             let snapshot = self.view.snapshot()?;
-            let chosen = self.choose(&snapshot, &job, &avoid)?;
+            let chosen = self.choose(&snapshot, &job, &tried)?;
             let key = RoomKey { room, attempt: Attempt(attempt) };
             let seats = chosen.seats.clone();
             tracing::debug!(%key, prefill = %seats[0].instance, decode = %seats[1].instance, "room");
@@ -99,26 +102,30 @@ impl Pairs {
                 Err(problem) => vanished(&seats[0].instance, problem),
             };
             doubt(&seats, &problem);
-            attempt += 1;
-            let at = seats.iter().find(|seat| Some(&seat.instance) == problem.instance.as_ref());
-            let Some(seat) = at.filter(|_| nothing_begun(&problem)) else { return Err(problem) };
-            if problem.reach == Reach::Refused {
+            if problem.reach == Reach::Refused
+                && let Some(seat) =
+                    seats.iter().find(|seat| Some(&seat.instance) == problem.instance.as_ref())
+            {
                 tracing::warn!(instance = %seat.instance, %problem, "left out until it starts again");
                 seat.leave_out();
             }
-            avoid.push(seat.instance.clone());
-            // Better the first reason than that nobody is left.
-            if attempt == ATTEMPTS || began.elapsed() > YOUNG || self.choose(&snapshot, &job, &avoid).is_err()
+            attempt += 1;
+            tried.note(&seats, &problem);
+            // Better this reason than that nobody is left.
+            if attempt == ATTEMPTS
+                || !elsewhere(&problem, began.elapsed())
+                || self.view.snapshot().and_then(|now| self.choose(&now, &job, &tried)).is_err()
             {
                 return Err(problem);
             }
+            tracing::info!(%key, %problem, "another pair is asked");
         }
     }
 
     /// Drives a room to its first token, so that a failure can still be a status.
-    async fn first(&self, chosen: Chosen, job: &Job, key: RoomKey) -> Result<Answer, Problem> {
+    async fn first(&self, chosen: Chosen, job: &Job, key: RoomKey) -> Result<Running, Problem> {
         let Chosen { mut pair, seats, max_tokens, prefill, decode } = chosen;
-        let seen = self.telemetry.begin(key, job.prompt.len(), None);
+        let seen = self.telemetry.begin(key, job.prompt.len(), job.trace);
         seen.peer(&pair.decode.instance);
         for leg in [&mut pair.prefill, &mut pair.decode] {
             leg.client = leg.client.traced(seen.context());
@@ -136,28 +143,19 @@ impl Pairs {
             hold: false,
         };
         let answer = pair.open(request).await.inspect_err(|problem| seen.failed(problem, false))?;
+        let prefill = Some(prefill);
         let mut running =
-            Running { answer, prefill: Some(prefill), _decode: decode, _counted: counted, seen };
-        let first = running.next().await?;
-        let rest = stream::unfold(Some((running, seats)), |running| async move {
-            let (mut running, seats) = running?;
-            let piece = running.next().await;
-            if let Err(problem) = &piece {
-                doubt(&seats, problem);
-            }
-            let more = matches!(piece, Ok(Piece::Token(_)));
-            Some((piece, more.then_some((running, seats))))
-        });
-        Ok(stream::once(std::future::ready(Ok(first))).chain(rest).boxed())
+            Running { answer, prefill, _decode: decode, _counted: counted, seen, seats, first: None };
+        running.first = Some(running.piece().await?);
+        Ok(running)
     }
 
     /// The pair for a job, by the rule of [`choose`].
-    fn choose(&self, snapshot: &Snapshot, job: &Job, avoid: &[InstanceId]) -> Result<Chosen, Problem> {
+    fn choose(&self, snapshot: &Snapshot, job: &Job, tried: &Tried) -> Result<Chosen, Problem> {
         let (prompt, wanted) = (job.prompt.len() as u64, job.max_tokens);
         let _choosing = self.choosing.lock().unwrap_or_else(PoisonError::into_inner);
-        let avoided = |seat: &Seat| avoid.contains(&seat.instance);
         let mut all = snapshot.matches()?;
-        all.retain(|found| !avoided(&found.prefill) && !avoided(&found.decode));
+        all.retain(|found| !tried.has(found));
         let held = holding(&all, prompt, wanted)?;
         let candidates: Vec<Candidate<'_>> = held
             .iter()
@@ -250,25 +248,49 @@ fn vanished(prefill: &InstanceId, problem: Problem) -> Problem {
     }
 }
 
-/// Whether another pair may be asked instead: the instance was not reached, takes no more for now, or does not find the
-/// other one.
-fn nothing_begun(problem: &Problem) -> bool {
-    matches!(
-        (problem.reach, problem.stage, problem.blame),
-        (Reach::Refused, ..)
-            | (Reach::Answered, Stage::Admission, Blame::Environment)
-            | (Reach::Answered, Stage::Lookup, Blame::Environment)
-    )
+/// Whether another pair may do better than one that failed before its first token, after so long.
+fn elsewhere(problem: &Problem, took: Duration) -> bool {
+    match (problem.blame, problem.stage) {
+        // A mistake goes along, and so may what met a defect.
+        (Blame::Caller | Blame::Us, _) => false,
+        (Blame::Environment, Stage::Admission) => took < SOON,
+        _ => true,
+    }
+}
+
+/// Where a request is not to go again.
+#[derive(Debug, Default)]
+struct Tried {
+    /// They have said no.
+    instances: Vec<InstanceId>,
+    /// Something failed between the two: either may be well.
+    pairs: Vec<[InstanceId; 2]>,
+}
+
+impl Tried {
+    fn note(&mut self, seats: &[Arc<Seat>; 2], problem: &Problem) {
+        let said_no = problem.reach == Reach::Answered
+            && matches!(problem.stage, Stage::Admission | Stage::Lookup)
+            && problem.blame == Blame::Environment;
+        match &problem.instance {
+            Some(instance) if said_no => self.instances.push(instance.clone()),
+            _ => self.pairs.push(seats.clone().map(|seat| seat.instance.clone())),
+        }
+    }
+
+    fn has(&self, found: &Match) -> bool {
+        let names = [&found.prefill.instance, &found.decode.instance];
+        names.iter().any(|name| self.instances.contains(name))
+            || self.pairs.iter().any(|pair| pair.iter().eq(names))
+    }
 }
 
 impl Running {
-    async fn next(&mut self) -> Result<Piece, Problem> {
+    async fn piece(&mut self) -> Result<Piece, Problem> {
         let piece = self.read().await;
         match &piece {
             Ok(Piece::Token(_)) => self.seen.token(),
-            Ok(Piece::Finish(finish)) => {
-                self.seen.completed(Totals { cached: finish.cached_tokens, exposed: None });
-            }
+            Ok(Piece::Finish(finish)) => self.completed(*finish),
             Err(problem) => self.seen.failed(problem, false),
         }
         piece
@@ -280,18 +302,50 @@ impl Running {
                 self.prefill = None;
                 Ok(Piece::Token(token))
             }
-            Some(PairEvent::Done(done)) => Ok(Piece::Finish(Finish {
-                eos: done.decode.reason == "eos",
-                cached_tokens: done.prefill.map_or(0, |reply| reply.prompt_tokens_cached),
-            })),
+            Some(PairEvent::Done(done)) => Ok(Piece::Finish(finish(&done))),
             None => Err(Problem::new(Blame::Us, Stage::Compute, "an answer ended twice; this is a defect")),
         }
+    }
+
+    fn completed(&self, finish: Finish) {
+        self.seen.completed(Totals { cached: finish.cached_tokens, exposed: None });
+    }
+}
+
+fn finish(done: &PairDone) -> Finish {
+    Finish {
+        eos: done.decode.reason == "eos",
+        cached_tokens: done.prefill.as_ref().map_or(0, |reply| reply.prompt_tokens_cached),
+    }
+}
+
+impl Answer for Running {
+    fn next(&mut self) -> BoxFuture<'_, Result<Piece, Problem>> {
+        Box::pin(async move {
+            if let Some(first) = self.first.take() {
+                return Ok(first);
+            }
+            let piece = self.piece().await;
+            if let Err(problem) = &piece {
+                doubt(&self.seats, problem);
+            }
+            piece
+        })
+    }
+
+    fn enough(&mut self) -> BoxFuture<'_, Finish> {
+        Box::pin(async move {
+            // Whatever became of the rest, what was wanted is here.
+            let finish = self.answer.enough().await.as_ref().map(finish).unwrap_or_default();
+            self.completed(finish);
+            finish
+        })
     }
 }
 
 impl Backend for Pairs {
-    fn start(&self, job: Job) -> Pin<Box<dyn Future<Output = Result<Answer, Problem>> + Send + '_>> {
-        Box::pin(self.begin(job))
+    fn start(&self, job: Job) -> BoxFuture<'_, Result<Box<dyn Answer>, Problem>> {
+        Box::pin(async move { Ok(Box::new(self.begin(job).await?) as Box<dyn Answer>) })
     }
 
     fn check(&self, prompt_tokens: u64, max_tokens: u32) -> Result<(), Problem> {
@@ -306,13 +360,4 @@ impl Backend for Pairs {
         }
         self.view.snapshot()?.matches().map(drop)
     }
-}
-
-/// A room id that nobody can guess or meet twice.
-fn mint() -> Result<RoomId, Problem> {
-    let mut id = [0; 16];
-    getrandom::fill(&mut id).map_err(|e| {
-        Problem::new(Blame::Environment, Stage::Request, format!("no randomness for a room id: {e}"))
-    })?;
-    Ok(RoomId(u128::from_ne_bytes(id)))
 }

@@ -8,7 +8,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use kvferry_plan::{Capacity, Descriptor, Fit, Hold, Incarnation, InstanceId};
+use kvferry_plan::{Capacity, Descriptor, Fit, Hold, Incarnation, InstanceId, Need};
 use kvferry_registry::{Group, Role};
 use serde::Serialize;
 
@@ -105,7 +105,7 @@ impl Seat {
     pub(super) fn fit(&self, prompt_tokens: u64, max_tokens: u32) -> Fit {
         let Some(capacity) = &self.capacity else { return Fit::Now { pages: 0, max_tokens } };
         let free = capacity.pages.saturating_sub(self.load().pages);
-        capacity.fit(self.hold(), prompt_tokens, max_tokens, free)
+        capacity.fit(Need { hold: self.hold(), prompt_tokens, max_tokens }, free)
     }
 
     fn hold(&self) -> Hold {

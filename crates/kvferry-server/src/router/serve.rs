@@ -18,7 +18,7 @@ use super::{
     backend::Pairs,
     view::View,
 };
-use crate::{ServerError, TraceSink, backend::Backend, instance::prompt, openai::Api, telemetry::Telemetry};
+use crate::{ServerError, TraceSink, backend::Backend, openai::Api, telemetry::Telemetry};
 
 /// How long a router that was told to end waits for the answers that it gives.
 const DRAIN: Duration = Duration::from_secs(10);
@@ -81,10 +81,6 @@ impl Router {
     pub async fn serve(self, drain: CancellationToken) -> Result<(), ServerError> {
         let Self { admin, listener, .. } = self;
         let pairs = Arc::clone(&admin.pairs);
-        let following = tokio::spawn({
-            let pairs = Arc::clone(&pairs);
-            async move { pairs.view.follow().await }
-        });
         let routes = Routes::new()
             .route("/health", get(admin::health))
             .route("/ready", get(admin::ready))
@@ -92,21 +88,19 @@ impl Router {
             .route("/debug/ledger", get(admin::ledger))
             .with_state(Arc::clone(&admin));
         let app = admin.api.app(routes);
-        let closing = drain.clone();
-        let server = axum::serve(prompt(listener), app).with_graceful_shutdown(closing.cancelled_owned());
-        let server = tokio::spawn(async move { server.await });
-        drain.cancelled().await;
-        pairs.draining.store(true, Ordering::Relaxed);
-        tracing::info!(instance = %admin.instance, rooms = pairs.rooms(), "draining");
-        let served = tokio::time::timeout(DRAIN, server).await;
-        following.abort();
-        match served {
-            Ok(Ok(served)) => Ok(served?),
-            Ok(Err(panic)) => Err(ServerError::Http(std::io::Error::other(panic))),
-            Err(_) => {
+        let late = async {
+            drain.cancelled().await;
+            pairs.draining.store(true, Ordering::Relaxed);
+            tracing::info!(instance = %admin.instance, rooms = pairs.rooms(), "draining");
+            tokio::time::sleep(DRAIN).await;
+        };
+        tokio::select! {
+            () = admin.api.port(listener).serve(app, drain.cancelled()) => {}
+            () = pairs.view.follow() => {}
+            () = late => {
                 tracing::warn!(rooms = pairs.rooms(), "draining took too long: what is left is dropped");
-                Ok(())
             }
         }
+        Ok(())
     }
 }

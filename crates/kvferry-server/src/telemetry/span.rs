@@ -41,11 +41,6 @@ impl TraceContext {
         Self { trace, span: draw(), sampled: true }
     }
 
-    /// A request that has no room of its own: a number for it that nobody else draws.
-    pub(crate) fn draw_room() -> RoomId {
-        RoomId(u128::from(draw()) << 64 | u128::from(draw()))
-    }
-
     /// Another span of the same trace.
     #[must_use]
     pub fn child(self) -> Self {

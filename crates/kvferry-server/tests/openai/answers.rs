@@ -112,3 +112,23 @@ fn log_probabilities_of_completions() {
     assert_eq!(ask(0)["logprobs"]["top_logprobs"], Value::Null);
     assert_eq!(ask(0)["logprobs"]["token_logprobs"], json!(own));
 }
+
+#[test]
+fn a_callers_trace_goes_on() {
+    let server = by_ids();
+    let caller = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01";
+    let ask = server.block_on(async {
+        let body = json!({ "prompt": [180, 181], "max_tokens": 2, "ignore_eos": true, "n": 2 });
+        let http = kvferry_registry::loopback_http().unwrap().build().unwrap();
+        let request = http.post(format!("{}/v1/completions", server.url)).header("traceparent", caller);
+        request.body(body.to_string()).send().await.unwrap().status()
+    });
+    assert_eq!(ask, 200);
+    let spans = server.spans.0.lock().unwrap();
+    let rooms: Vec<_> = spans.iter().filter(|span| span.name == "room").collect();
+    assert_eq!(rooms.len(), 2, "one for each continuation");
+    for room in rooms {
+        assert_eq!(room.context.trace, 0x4bf9_2f35_77b3_4da6_a3ce_929d_0e0e_4736);
+        assert_eq!((room.parent, room.remote_parent), (Some(0x00f0_67aa_0ba9_02b7), true));
+    }
+}

@@ -54,6 +54,7 @@ fn fields_that_cannot_be_served_are_named() {
         (json!({ "prompt": "a", "seed": 0.5 }), "seed"),
         (json!({ "prompt": "a", "stream": "yes" }), "stream"),
         (json!({ "prompt": "a", "stream_options": { "include_usage": 1 } }), "stream_options.include_usage"),
+        (json!({ "prompt": "a", "stream_options": [null] }), "stream_options"),
         (json!({ "prompt": "a", "stop": ["a", "b", "c", "d", "e"] }), "stop"),
         (json!({ "prompt": "a", "stop": "" }), "stop"),
         (json!({ "prompt": "a", "stop": "x".repeat(513) }), "stop"),
@@ -86,6 +87,8 @@ fn fields_that_cannot_be_served_are_named() {
         (json!({ "messages": "hello" }), "messages"),
         (json!({ "messages": [{ "content": "a" }] }), "messages[0]"),
         (json!({ "messages": [{ "role": "user", "content": 5 }] }), "messages[0].content"),
+        (json!({ "messages": [["user", "a", null]] }), "messages[0]"),
+        (json!({ "messages": [{ "role": "user", "content": [["text", "a"]] }] }), "messages[0].content[0]"),
         (
             json!({ "messages": [{ "role": "user", "content": [{ "type": "image_url", "image_url": {} }] }] }),
             "messages[0].content[0]",
@@ -135,7 +138,9 @@ fn what_is_no_request_is_refused() {
     let unknown = format!("{{\"x\": {}", "[".repeat(100_000));
     refused(post(&unknown), 400);
     let large = format!("{{\"prompt\": \"{}\"}}", "a".repeat(9 << 20));
-    assert_eq!(refused(post(&large), 413)["type"], "invalid_request_error");
+    let error = refused(post(&large), 413);
+    assert_eq!(error["type"], "invalid_request_error");
+    assert!(error["message"].as_str().unwrap().contains("8388608"), "the limit is told: {error}");
 }
 
 #[test]
@@ -147,6 +152,9 @@ fn models_paths_and_methods() {
     let error = refused(SPOKEN.post("/v1/embeddings", &json!({ "input": "a" })), 404);
     assert!(error["message"].as_str().unwrap().contains("/v1/chat/completions"), "{error}");
     refused(SPOKEN.get("/elsewhere"), 404);
+    assert_eq!(refused(SPOKEN.get("/v1/models/%ff"), 400)["param"], "model");
+    let error = refused(SPOKEN.get(&format!("/v1/models?{}", "a".repeat(40_000))), 431);
+    assert!(error["message"].as_str().unwrap().contains("32768"), "the limit is told: {error}");
     refused(SPOKEN.get("/v1/completions"), 405);
     refused(SPOKEN.post("/health", &json!({})), 405);
 }

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use crate::server::by_ids;
+use crate::server::{by_ids, spoken};
 use futures_util::StreamExt;
 use reqwest::Method;
 use serde_json::json;
@@ -65,5 +65,28 @@ fn many_at_once_are_all_answered() {
         let answer = answer.unwrap();
         assert!(answer.contains("\"finish_reason\":\"length\""), "{answer}");
     }
+    server.wait_until_idle();
+}
+
+#[test]
+fn an_answer_that_a_stop_string_ends_is_a_success_and_tells_what_was_cached() {
+    let server = spoken();
+    let ask = |stop: Option<&str>| {
+        server.completion(&json!({
+            "prompt": "k".repeat(64), "max_tokens": 200, "temperature": 0, "ignore_eos": true, "stop": stop,
+        }))
+    };
+    let whole = ask(None);
+    let text = whole["choices"][0]["text"].as_str().unwrap();
+    let stop: String = text.chars().skip(20).take(3).collect();
+    let cut = ask(Some(&stop));
+    assert_eq!(cut["choices"][0]["finish_reason"], "stop");
+    assert!(cut["usage"]["completion_tokens"].as_u64().unwrap() < 200, "{cut}");
+    assert_ne!(cut["usage"]["prompt_tokens_details"]["cached_tokens"], 0, "{cut}");
+    let metrics =
+        server.block_on(async { server.send(Method::GET, "/metrics", "").await.text().await.unwrap() });
+    assert!(metrics.contains("kvferry_rooms_total{outcome=\"completed\"} 2"), "{metrics}");
+    assert!(metrics.contains("kvferry_rooms_total{outcome=\"aborted\"} 0"), "{metrics}");
+    assert!(!metrics.contains("kvferry_failures_total{"), "{metrics}");
     server.wait_until_idle();
 }

@@ -1,11 +1,15 @@
 //! A running server, and a client of it.
 
-use std::{path::Path, sync::Arc, time::Duration};
+use std::{
+    path::Path,
+    sync::{Arc, Mutex},
+    time::Duration,
+};
 
 use kvferry_engine::{EngineConfig, LoadOptions, Model, checkpoint};
 use kvferry_plan::InstanceId;
 use kvferry_registry::loopback_http;
-use kvferry_server::{Mono, MonoConfig};
+use kvferry_server::{Mono, MonoConfig, Span, TraceSink};
 use reqwest::{Method, Response};
 use serde_json::{Value, json};
 use tokio::runtime::Runtime;
@@ -14,10 +18,21 @@ use tokio_util::sync::CancellationToken;
 /// Begins a turn, and ends it: special tokens 510 and 511 of [`spoken`]'s tokenizer.
 pub(crate) const SPECIAL: [&str; 2] = ["<|im_start|>", "<|im_end|>"];
 
+/// Spans as they come.
+#[derive(Debug, Default)]
+pub(crate) struct Collected(pub(crate) Mutex<Vec<Span>>);
+
+impl TraceSink for Collected {
+    fn collect(&self, spans: Vec<Span>) {
+        self.0.lock().unwrap().extend(spans);
+    }
+}
+
 /// Serves in this process until it is dropped.
 pub(crate) struct Server {
     runtime: Runtime,
-    url: String,
+    pub(crate) url: String,
+    pub(crate) spans: Arc<Collected>,
     drain: CancellationToken,
 }
 
@@ -83,17 +98,18 @@ impl Server {
     fn start(model: Arc<Model>, pool_tokens: u64) -> Self {
         let runtime =
             tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
+        let spans = Arc::new(Collected::default());
         let config = MonoConfig {
             instance: InstanceId("mono-test".into()),
             model_name: Some("tiny".into()),
             listen: "127.0.0.1:0".parse().unwrap(),
             engine: EngineConfig { pool_tokens, ..EngineConfig::default() },
-            traces: None,
+            traces: Some(spans.clone()),
         };
         let mono = runtime.block_on(Mono::start(model, config)).unwrap();
         let (url, drain) = (mono.url(), CancellationToken::new());
         runtime.spawn(mono.serve(drain.clone()));
-        Self { runtime, url, drain }
+        Self { runtime, url, spans, drain }
     }
 
     pub(crate) fn block_on<T>(&self, future: impl Future<Output = T>) -> T {

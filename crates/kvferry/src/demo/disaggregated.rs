@@ -2,10 +2,10 @@
 
 use std::time::{Duration, Instant};
 
-use kvferry_plan::{Attempt, Blame, RankId, RoomId, RoomKey};
+use kvferry_plan::{Attempt, Blame, RankId, RoomKey};
 use kvferry_server::{
     Chosen, DecodeDone, DecodeRequest, InstancePair, KvDump, PairDone, PairEvent, PrefillReply, Problem,
-    SamplingSpec, Stage,
+    SamplingSpec, Stage, mint_room,
 };
 
 use super::{cluster::Cluster, prompts::Prompt};
@@ -33,7 +33,7 @@ pub(super) async fn run(
     args: &DemoArgs,
     mut on_token: impl FnMut(u32),
 ) -> Result<Run, Problem> {
-    let key = RoomKey { room: mint()?, attempt: Attempt(0) };
+    let key = RoomKey { room: mint_room()?, attempt: Attempt(0) };
     let request = DecodeRequest {
         key,
         prefill: cluster.prefill.group.instance.clone(),
@@ -80,15 +80,6 @@ pub(super) async fn run(
 fn unfinished() -> Problem {
     let cause = "decode has answered, but prefill does not say how it went";
     Problem::new(Blame::PeerMisbehaved, Stage::HandOff, cause)
-}
-
-/// A room id that nobody can guess or meet twice.
-fn mint() -> Result<RoomId, Problem> {
-    let mut id = [0; 16];
-    getrandom::fill(&mut id).map_err(|e| {
-        Problem::new(Blame::Environment, Stage::Request, format!("no randomness for a room id: {e}"))
-    })?;
-    Ok(RoomId(u128::from_ne_bytes(id)))
 }
 
 /// Faults that decode has committed on purpose since its start.

@@ -86,7 +86,7 @@ fn from_text(text: &str, checkpoint: &Checkpoint) -> Result<Prompt, Failure> {
     };
     let ids = match checkpoint.chat_template()? {
         Some(template) => {
-            let message = Message { role: "user".into(), content: text.into() };
+            let message = Message { role: "user".into(), content: tokenizer.shield(text).into_owned() };
             let rendered = template
                 .render(&[message], true)
                 .map_err(|e| Failure::new(e.blame(), e).within("--prompt"))?;
