@@ -260,7 +260,7 @@ impl Port {
         let read = async {
             let mut whole = Vec::new();
             while let Some(frame) = body.frame().await {
-                let Ok(data) = frame.map_err(broken_off)?.into_data() else { continue };
+                let Ok(data) = frame.map_err(|error| broken_off(&error))?.into_data() else { continue };
                 if whole.len() + data.len() > limit {
                     return Err(too_long());
                 }
@@ -269,6 +269,8 @@ impl Port {
             Ok(whole)
         };
         tokio::select! {
+            // What is there is served.
+            biased;
             read = timeout(self.bounds.asking, read) => read.unwrap_or_else(|_| {
                 let seconds = self.bounds.asking.as_secs_f64();
                 let text = format!("the request's body was not there after {seconds} s");
@@ -297,7 +299,7 @@ impl Port {
     }
 }
 
-fn broken_off(error: hyper::Error) -> Refusal {
+fn broken_off(error: &hyper::Error) -> Refusal {
     Refusal { status: StatusCode::BAD_REQUEST, text: format!("the request's body: {error}"), offence: None }
 }
 
