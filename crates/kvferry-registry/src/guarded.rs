@@ -192,7 +192,7 @@ impl Port {
                 let (head, mut body) = request.into_parts();
                 Ok::<_, Infallible>(match self.whole(&head, &mut body).await {
                     Ok(body) => app.call(Request::from_parts(head, Body::from(body))).await?,
-                    Err(refusal) => self.sent_away(refusal, &mut body).await,
+                    Err(refusal) => self.sent_away(refusal, &head, &mut body).await,
                 })
             }
         });
@@ -284,14 +284,16 @@ impl Port {
     }
 
     /// The answer to who is refused, and the end of the connection.
-    async fn sent_away(&self, refusal: Refusal, body: &mut Incoming) -> Response {
+    async fn sent_away(&self, refusal: Refusal, head: &Parts, body: &mut Incoming) -> Response {
         if let Some(cause) = refusal.offence {
             self.offences.count(cause);
         }
-        // Most clients listen only when they have spoken.
-        tokio::select! {
-            _ = timeout(LINGER, async { while let Some(Ok(_)) = body.frame().await {} }) => {}
-            () = self.drained() => {}
+        // Most clients listen only when they have spoken; the others ask before they send a body.
+        if !head.headers.contains_key(header::EXPECT) {
+            tokio::select! {
+                _ = timeout(LINGER, async { while let Some(Ok(_)) = body.frame().await {} }) => {}
+                () = self.drained() => {}
+            }
         }
         let mut answer = (self.refuse)(refusal.status, refusal.text);
         answer.headers_mut().insert(header::CONNECTION, HeaderValue::from_static("close"));
