@@ -9,8 +9,8 @@ use std::{
     time::Instant,
 };
 
-use kvferry_plan::{Generation, PageTable, Pair, RankId, RoomKey, TokenRange};
-use kvferry_session::{PageRef, Side};
+use kvferry_plan::{Generation, PageTable, Pair, RankId, RoomKey, SlotId, TokenRange};
+use kvferry_session::{PageRef, Side, SlotRef};
 use kvferry_transport::{Job, Link, PeerAddr, Transport, TransportError};
 use tokio::sync::mpsc;
 
@@ -25,8 +25,8 @@ use crate::{
 pub(crate) enum Half {
     /// We have the bytes and push them.
     Push,
-    /// We want the bytes and pull them from these pages.
-    Pull(Vec<PageRef>),
+    /// We want the bytes and pull them from these pages, and from this slot.
+    Pull(Vec<PageRef>, Option<SlotRef>),
     /// We have the bytes and the target pulls them: digest them.
     Digest,
 }
@@ -42,6 +42,8 @@ pub(crate) struct Task {
     pub(crate) pair: Arc<Pair>,
     /// Our own pages.
     pub(crate) table: Arc<PageTable>,
+    /// Our own state slot, if this chunk ends a room whose model has state.
+    pub(crate) slot: Option<SlotId>,
     pub(crate) source: RankId,
     pub(crate) tokens: TokenRange,
     /// Of all target ranks those at the target's end of this lane.
@@ -56,7 +58,7 @@ impl Task {
     fn side(&self) -> Side {
         match self.half {
             Half::Push | Half::Digest => Side::Source,
-            Half::Pull(_) => Side::Target,
+            Half::Pull(..) => Side::Target,
         }
     }
 }
@@ -144,10 +146,9 @@ impl Worker {
         if self.closed.load(Ordering::Relaxed) {
             return Err(TransportError::Closed);
         }
-        let (pair, table, targets) = (&task.pair, &task.table, &task.targets);
         let legs = match &task.half {
-            Half::Push => work::push_legs(pair, task.source, table, task.tokens, targets)?,
-            Half::Pull(pages) => work::pull_legs(pair, task.source, pages, table, task.tokens, targets)?,
+            Half::Push => work::push_legs(task)?,
+            Half::Pull(pages, slot) => work::pull_legs(task, pages, *slot)?,
             Half::Digest => {
                 let arena = self.shared.arena(task.source);
                 let arena = arena.ok_or(TransportError::UnknownRank { rank: task.source, place: "here" })?;

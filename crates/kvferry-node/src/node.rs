@@ -49,7 +49,7 @@ impl Node {
         if tokio::runtime::Handle::try_current().is_err() {
             return Err(NodeError::Config("a node is started on a tokio runtime".into()));
         }
-        let pages = check(&config)?;
+        let (pages, slots) = check(&config)?;
         let incarnation = config.incarnation.map_or_else(draw, Ok)?;
         let transports = start_transports(&config, incarnation)?;
 
@@ -70,6 +70,7 @@ impl Node {
             descriptor: config.descriptor,
             pages,
             hosts: config.hosts,
+            slots: Some(slots).filter(|slots| *slots > 0),
             transports: transports
                 .iter()
                 .map(|t| Endpoint { name: t.transport.name().into(), address: t.transport.endpoint() })
@@ -215,8 +216,9 @@ impl Drop for Node {
     }
 }
 
-/// Checks that there is one pool for each rank that lives here, of the layout that the descriptor says; their number of pages.
-fn check(config: &NodeConfig) -> Result<u32, NodeError> {
+/// Checks that there is one pool for each rank that lives here, of the layout that the descriptor says; their number of pages,
+/// and of state slots.
+fn check(config: &NodeConfig) -> Result<(u32, u32), NodeError> {
     let (shape, placement) = (&config.descriptor.shape, &config.descriptor.placement);
     placement.check(shape).map_err(|e| NodeError::Config(e.to_string()))?;
     let hosted = hosted(config);
@@ -232,16 +234,16 @@ fn check(config: &NodeConfig) -> Result<u32, NodeError> {
     if config.transports.is_empty() {
         return Err(NodeError::Config("no transport; name at least one of mem, shm and tcp".into()));
     }
-    let pages = config.arenas.first().map_or(0, |a| a.layout().pages());
+    let (pages, slots) = config.arenas.first().map_or((0, 0), |a| (a.layout().pages(), a.layout().slots()));
     for (rank, arena) in hosted.into_iter().zip(&config.arenas) {
-        let layout = kvferry_plan::PoolLayout::new(shape, placement, rank, pages)
+        let layout = kvferry_plan::PoolLayout::with_slots(shape, placement, rank, pages, slots)
             .map_err(|e| NodeError::Config(e.to_string()))?;
         if layout != *arena.layout() {
             let text = format!("the pool of rank {rank} is not laid out as the descriptor says");
             return Err(NodeError::Config(text));
         }
     }
-    Ok(pages)
+    Ok((pages, slots))
 }
 
 /// The ranks that live here.

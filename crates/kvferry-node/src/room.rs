@@ -2,7 +2,7 @@
 
 use std::{fmt, time::Instant};
 
-use kvferry_plan::{Bytes, Incarnation, InstanceId, PageTable, RoomKey, TokenRange};
+use kvferry_plan::{Bytes, Incarnation, InstanceId, PageTable, RoomKey, SlotId, TokenRange};
 use kvferry_session::{Cause, CauseKind, FirstToken, Prompt, Side};
 use kvferry_transport::TransportKind;
 use serde::{Deserialize, Serialize};
@@ -28,6 +28,8 @@ pub struct SourceRoom {
     pub key: RoomKey,
     /// The request's pages, the same on every rank. They stay pinned until the outcome is there.
     pub table: PageTable,
+    /// The request's state slot, likewise; `None` for a model without state per request.
+    pub slot: Option<SlotId>,
     /// The tokens that will be computed.
     pub tokens: TokenRange,
     /// The prompt; a target that was told another one is refused before anything moves. Absent: not compared.
@@ -43,6 +45,8 @@ pub struct Receive {
     pub peers: Vec<PeerAddr>,
     /// Where it goes, the same on every rank. The pages belong to the room until the outcome is there.
     pub table: PageTable,
+    /// Where its state goes, likewise; `None` for a model without state per request.
+    pub slot: Option<SlotId>,
     /// The tokens wanted.
     pub tokens: TokenRange,
     /// The prompt, which must be the source's. Absent: not compared.

@@ -3,9 +3,13 @@
 use std::{collections::BTreeSet, sync::Arc};
 
 use kvferry_arena::{Arena, digest_plans};
-use kvferry_plan::{Blame, End, PageId, PageTable, Pair, PartDigest, Plan, RankId, TokenRange, Unsupported};
-use kvferry_session::{Cause, CauseKind, PageRef, Side, page_span};
+use kvferry_plan::{
+    Blame, End, PageId, PageTable, PartDigest, Plan, RankId, SlotId, TokenRange, Unsupported,
+};
+use kvferry_session::{Cause, CauseKind, PageRef, Side, SlotRef, page_span};
 use kvferry_transport::{Leg, LegReport, TransportError};
+
+use crate::lane::Task;
 
 /// The pages of our own rank that `tokens` touch, with their generations.
 pub(crate) fn page_refs(
@@ -24,57 +28,62 @@ pub(crate) fn page_refs(
     .collect()
 }
 
-/// The legs of a push: the source's own rows, and any rows at the target, which alone knows its pages.
-pub(crate) fn push_legs(
-    pair: &Pair,
-    source: RankId,
-    table: &PageTable,
-    tokens: TokenRange,
-    targets: &[RankId],
-) -> Result<Vec<Leg>, Unsupported> {
-    plans(pair, source, table, tokens, targets)
-        .map(|planned| planned.map(|(target, plan)| Leg { target, plan, source_pages: Vec::new() }))
+/// A request's state slot on each of our ranks, with its generations.
+pub(crate) fn slot_refs(slot: SlotId, arenas: &[Arc<Arena>]) -> Result<Vec<SlotRef>, String> {
+    use kvferry_arena::Memory;
+    arenas
+        .iter()
+        .map(|arena| {
+            let generation = arena.slot_generation(slot).map_err(|e| e.to_string())?;
+            Ok(SlotRef { slot, generation })
+        })
         .collect()
 }
 
-/// The plans of one source rank to each of these target ranks that it owes something, on identity pages there.
-fn plans<'a>(
-    pair: &'a Pair,
-    source: RankId,
-    table: &'a PageTable,
-    tokens: TokenRange,
-    targets: &'a [RankId],
-) -> impl Iterator<Item = Result<(RankId, Arc<Plan>), Unsupported>> + 'a {
-    targets.iter().copied().filter_map(move |target| {
-        let pages = page_span(pair.dst(), target, tokens).end;
+/// The legs of a push: the source's own rows, and any rows at the target, which alone knows its pages.
+pub(crate) fn push_legs(task: &Task) -> Result<Vec<Leg>, Unsupported> {
+    let leg = |(target, plan)| Leg { target, plan, source_pages: Vec::new(), source_slot: None };
+    plans(task).map(|planned| planned.map(leg)).collect()
+}
+
+/// The plans of the source rank to each of the target ranks that it owes something, on identity pages and any slot
+/// there.
+fn plans(task: &Task) -> impl Iterator<Item = Result<(RankId, Arc<Plan>), Unsupported>> {
+    let Task { pair, table, source, tokens, .. } = task;
+    let slots = task.slot.map(|slot| (slot, SlotId(0)));
+    task.targets.iter().copied().filter_map(move |target| {
+        let pages = page_span(pair.dst(), target, *tokens).end;
         let identity = PageTable::identity(u32::try_from(pages).unwrap_or(u32::MAX));
-        let plan = pair.plan(End { rank: source, table }, End { rank: target, table: &identity }, tokens);
+        let (src, dst) = (End { rank: *source, table }, End { rank: target, table: &identity });
+        let plan = pair.plan_last(src, dst, *tokens, slots);
         plan.map(|plan| (!plan.is_empty()).then(|| (target, Arc::new(plan)))).transpose()
     })
 }
 
-/// The legs of a pull: the pages that the source offered, and our own.
+/// The legs of a pull: the pages and the slot that the source offered, and our own.
 pub(crate) fn pull_legs(
-    pair: &Pair,
-    source: RankId,
+    task: &Task,
     offered: &[PageRef],
-    table: &PageTable,
-    tokens: TokenRange,
-    targets: &[RankId],
+    slot: Option<SlotRef>,
 ) -> Result<Vec<Leg>, Unsupported> {
+    let Task { pair, table, .. } = task;
+    let (source, tokens) = (task.source, task.tokens);
+    let slots = slot.zip(task.slot).map(|(theirs, ours)| (theirs.slot, ours));
     // Entries before the offered ones are not read.
     let before = usize::try_from(page_span(pair.src(), source, tokens).start).unwrap_or(usize::MAX);
     let entries = std::iter::repeat_n(PageId(0), before).chain(offered.iter().map(|p| p.page));
     let theirs = PageTable(entries.collect());
     let mut legs = Vec::new();
-    for &target in targets {
-        let plan = pair.plan(End { rank: source, table: &theirs }, End { rank: target, table }, tokens)?;
+    for &target in task.targets.iter() {
+        let (src, dst) = (End { rank: source, table: &theirs }, End { rank: target, table });
+        let plan = pair.plan_last(src, dst, tokens, slots)?;
         if plan.is_empty() {
             continue;
         }
         let read: BTreeSet<u64> = plan
             .groups()
             .iter()
+            .filter(|group| !group.part.is_state())
             .filter_map(|group| Some((group, pair.src().part(group.part)?.page_size)))
             .flat_map(|(group, size)| {
                 plan.group_runs(group).iter().map(move |r| r.src_row.0 / u64::from(size.max(1)))
@@ -85,20 +94,17 @@ pub(crate) fn pull_legs(
             .filter(|p| read.contains(&u64::from(p.page.0)))
             .map(|p| (p.page, p.generation))
             .collect();
-        legs.push(Leg { target, plan: Arc::new(plan), source_pages });
+        let source_slot = slot.map(|slot| (slot.slot, slot.generation));
+        legs.push(Leg { target, plan: Arc::new(plan), source_pages, source_slot });
     }
     Ok(legs)
 }
 
 /// The source's half of a pull: what each of the task's target ranks must find, from the source's own memory.
-pub(crate) fn digest_legs(
-    task: &crate::lane::Task,
-    arena: &Arena,
-) -> Result<Vec<kvferry_session::Leg>, TransportError> {
-    let crate::lane::Task { key, pair, table, source, tokens, digest, targets, .. } = task;
-    let (key, source, tokens) = (*key, *source, *tokens);
-    let planned = plans(pair, source, table, tokens, targets).collect::<Result<Vec<_>, _>>()?;
-    let parts = if *digest {
+pub(crate) fn digest_legs(task: &Task, arena: &Arena) -> Result<Vec<kvferry_session::Leg>, TransportError> {
+    let (key, tokens) = (task.key, task.tokens);
+    let planned = plans(task).collect::<Result<Vec<_>, _>>()?;
+    let parts = if task.digest {
         let plans: Vec<_> = planned.iter().map(|(target, plan)| (*target, &**plan)).collect();
         digest_plans(arena, kvferry_arena::Side::Source, &plans, key)?
     } else {

@@ -196,6 +196,7 @@ async fn tables_that_do_not_fit_are_the_callers_fault_and_named() {
                 key: room(n),
                 peers: vec![source.node.addr()],
                 table: kvferry_plan::PageTable::identity(pages),
+                slot: None,
                 tokens: TokenRange::new(0, tokens),
                 transport: None,
                 prompt: None,
@@ -210,6 +211,7 @@ async fn tables_that_do_not_fit_are_the_callers_fault_and_named() {
         let sending = source.node.send(kvferry_node::SourceRoom {
             key: room(3),
             table: kvferry_plan::PageTable::identity(1),
+            slot: None,
             tokens: TokenRange::new(0, 20),
             prompt: None,
         });
@@ -375,6 +377,7 @@ async fn a_silent_peer_is_dead_within_a_second_and_others_are_not_disturbed() {
         key,
         peers: vec![peer],
         table: target.table(100),
+        slot: None,
         tokens: TokenRange::new(0, 100),
         transport: None,
         prompt: None,

@@ -73,6 +73,7 @@ async fn another_start_or_another_instance_at_the_address_is_refused() {
             key: room(n),
             peers: vec![peer],
             table: target.table(8),
+            slot: None,
             tokens: TokenRange::new(0, 8),
             transport: None,
             prompt: None,
@@ -155,6 +156,7 @@ async fn a_peer_that_does_not_read_loses_its_own_rooms_only() {
         pages: 64,
         transports: vec![Endpoint { name: "shm".into(), address: "shm://@nowhere".into() }],
         hosts: None,
+        slots: None,
     });
     let head = |n| Head {
         key: room(n),
@@ -313,9 +315,10 @@ async fn a_request_for_another_prompt_is_refused_on_both_sides() {
     for (n, prompt) in [(1, Some(theirs)), (2, Some(ours)), (3, None)] {
         let (key, tokens) = (room(n), TokenRange::new(0, 40));
         let table = source.table(40);
-        let sending = source.node.send(SourceRoom { key, table, tokens, prompt: Some(ours) });
+        let sending = source.node.send(SourceRoom { key, table, slot: None, tokens, prompt: Some(ours) });
         let (peers, table) = (vec![source.node.addr()], target.table(40));
-        let receiving = target.node.receive(Receive { key, peers, table, tokens, prompt, transport: None });
+        let receiving =
+            target.node.receive(Receive { key, peers, table, slot: None, tokens, prompt, transport: None });
         compute_and_send(&source, &sending, 40, 16);
         let (sent, received) = soon(async { tokio::join!(sending.outcome(), receiving.outcome()) }).await;
         if n == 1 {

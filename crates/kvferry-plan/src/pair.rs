@@ -271,6 +271,38 @@ impl Pair {
         Ok(plan)
     }
 
+    /// [`Pair::plan`] for the chunk that ends a prompt: with it goes the request's state, from slot to slot. Who does not
+    /// know the peer's slot passes any. Without slots, or for a model without state, it is the plan alone.
+    ///
+    /// # Errors
+    /// As [`Pair::plan`].
+    ///
+    /// ```
+    /// use kvferry_plan::*;
+    /// let mut shape = CacheShape::mla(1, 576);
+    /// shape.parts.extend(CacheShape::kda([LayerId(1)].into(), 8, 16, 4));
+    /// let place = Placement::single(&shape, 16, Dtype::Bf16);
+    /// let pair = Pair::new(shape, place.clone(), place).unwrap();
+    /// let table = PageTable([PageId(2)].into());
+    /// let end = End { rank: RankId(0), table: &table };
+    /// let last = pair.plan_last(end, end, TokenRange::new(0, 10), Some((SlotId(1), SlotId(4)))).unwrap();
+    /// let due = pair.target_bytes(RankId(0), TokenRange::new(0, 10)).0 + pair.state_bytes(RankId(0)).0;
+    /// assert_eq!(last.bytes().0, due);
+    /// ```
+    pub fn plan_last(
+        &self,
+        src: End<'_>,
+        dst: End<'_>,
+        tokens: TokenRange,
+        slots: Option<(SlotId, SlotId)>,
+    ) -> Result<Plan, Unsupported> {
+        let mut plan = self.plan(src, dst, tokens)?;
+        if let Some((from, to)) = slots {
+            plan.append(self.state(Slot { rank: src.rank, slot: from }, Slot { rank: dst.rank, slot: to })?);
+        }
+        Ok(plan)
+    }
+
     /// The plan whose runs for parts with one relation are what `emit` appends.
     fn build(
         &self,

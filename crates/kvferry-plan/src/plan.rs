@@ -140,6 +140,19 @@ impl Plan {
         }));
     }
 
+    /// Appends what another plan moves between the same ranks.
+    pub(crate) fn append(&mut self, other: Self) {
+        let (runs, cuts) = (self.runs.len(), self.cuts.len());
+        let later = |range: &Range<usize>, by: usize| range.start + by..range.end + by;
+        self.runs.extend(other.runs);
+        self.cuts.extend(other.cuts.iter().map(|cut| later(cut, runs)));
+        self.groups.extend(other.groups.into_iter().map(|group| Group {
+            runs: later(&group.runs, runs),
+            cuts: later(&group.cuts, cuts),
+            ..group
+        }));
+    }
+
     /// True when the pair of ranks has nothing to move for the range.
     #[must_use]
     pub fn is_empty(&self) -> bool {

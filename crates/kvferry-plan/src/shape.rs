@@ -317,6 +317,12 @@ impl CacheShape {
         )
     }
 
+    /// True when the model keeps state per request, besides what grows with tokens.
+    #[must_use]
+    pub fn has_state(&self) -> bool {
+        self.parts.iter().any(|part| part.state.is_some())
+    }
+
     /// Checks that every part has rows and appears once, with its layers ascending. [`crate::Placement::check`]
     /// asks this too.
     ///

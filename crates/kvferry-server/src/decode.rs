@@ -217,9 +217,9 @@ impl Room {
     async fn receive(&self, peers: Vec<PeerAddr>, lease: &RoomLease) -> Result<Receipt, Problem> {
         // What an earlier request left here is not moved again.
         let tokens = TokenRange::new(lease.cached(), self.asked.prompt.len() as u64);
-        let table = lease.table().clone();
+        let (table, slot) = (lease.table().clone(), lease.slot());
         let prompt = Some(Prompt::of(&self.asked.prompt));
-        let room = Receive { key: self.asked.key, peers, table, tokens, prompt, transport: None };
+        let room = Receive { key: self.asked.key, peers, table, slot, tokens, prompt, transport: None };
         let handle = self.shared.node.receive(room);
         tokio::select! {
             outcome = handle.outcome() => {

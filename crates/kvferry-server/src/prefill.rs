@@ -123,6 +123,7 @@ impl Room {
         let handle = Arc::new(node.send(SourceRoom {
             key,
             table: lease.table().clone(),
+            slot: lease.slot(),
             tokens,
             prompt: Some(self.prompt),
         }));

@@ -4,7 +4,7 @@ use alloc::vec::Vec;
 use core::time::Duration;
 use kvferry_plan::{Bytes, RankId, TokenRange};
 
-use crate::{Cause, FirstToken, Message, PageRef};
+use crate::{Cause, FirstToken, Message, PageRef, SlotRef};
 
 /// Which side executes plans; a property of the transport.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -25,6 +25,8 @@ pub struct Work {
     pub tokens: TokenRange,
     /// The source's pages when the target moves: the entries [`crate::page_span`] of the source's page table.
     pub pages: Vec<PageRef>,
+    /// The source's state slot when the target moves and this chunk ends the room, in a model with state.
+    pub slot: Option<SlotRef>,
 }
 
 /// Something to do. Machines hand actions out in order, through `poll`.

@@ -14,6 +14,11 @@ use crate::{Final, FirstToken, Leg};
 /// A finding: what does not fit, in words.
 pub(crate) type Finding = String;
 
+/// Bytes that must land at a target rank: what it holds of the tokens, and of the request's state.
+pub(crate) fn due(pair: &Pair, target: RankId, tokens: TokenRange) -> Bytes {
+    Bytes(pair.target_bytes(target, tokens).0.saturating_add(pair.state_bytes(target).0))
+}
+
 /// Sums over a complete room.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct Totals {
@@ -172,8 +177,8 @@ impl Intake {
         }
         let mut bytes = 0_u64;
         for &target in &self.targets {
-            let (is, due) =
-                (by_target.get(&target).copied().unwrap_or(0), pair.target_bytes(target, self.tokens).0);
+            let is = by_target.get(&target).copied().unwrap_or(0);
+            let due = due(pair, target, self.tokens).0;
             if is != due {
                 return Err(format!("target rank {target} owns {due} bytes of the room and got {is}"));
             }

@@ -44,5 +44,5 @@ pub use time::Time;
 pub use tombstones::Tombstones;
 pub use wire::{
     Abort, Capabilities, Closed, Done, Endpoint, Final, FirstToken, Goodbye, Head, Heartbeat, Hello, Leg,
-    Message, Offer, Open, PageRef, Prompt, Refuse, Settled,
+    Message, Offer, Open, PageRef, Prompt, Refuse, Settled, SlotRef,
 };

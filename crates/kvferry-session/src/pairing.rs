@@ -18,7 +18,7 @@ use crate::{Capabilities, Endpoint, Hello, Message, Refuse, Side};
 #[must_use]
 pub fn page_span(placement: &Placement, rank: RankId, tokens: TokenRange) -> core::ops::Range<u64> {
     let mut span: Option<core::ops::Range<u64>> = None;
-    for part in &placement.parts {
+    for part in placement.parts.iter().filter(|part| !part.part.is_state()) {
         let class = placement.class(part.part, rank);
         let owned = part.tokens.owned(tokens.start, class)..part.tokens.owned(tokens.end, class);
         let size = u64::from(part.page_size.max(1));
@@ -51,6 +51,8 @@ pub struct Peer {
     pub pair: Arc<Pair>,
     /// Pages of each of the peer's pools.
     pub pages: u32,
+    /// State slots of each of the peer's pools.
+    pub slots: u32,
     /// The ranks of its instance that live in the peer's process.
     pub ranks: Vec<RankId>,
     /// The transports that both have, in our order of preference, with the peer's addresses.
@@ -187,6 +189,7 @@ impl Pairing {
             descriptor: Arc::new(peer.descriptor),
             pair: Arc::new(pair),
             pages: peer.pages,
+            slots: peer.slots.unwrap_or(0),
             ranks,
             transports,
             digest: ours.capabilities.has(Capabilities::DIGEST),

@@ -11,7 +11,7 @@ use kvferry_plan::{Bytes, Pair, RankId, RoomKey, Token, TokenRange};
 
 use crate::{
     Abort, Action, Cause, CauseKind, Closed, Final, FirstToken, Head, Leg, Limits, Message, Mover, Offer,
-    Open, Outcome, PageRef, Prompt, Sent, Side, Time, Work, page_span,
+    Open, Outcome, PageRef, Prompt, Sent, Side, SlotRef, Time, Work, page_span,
 };
 
 /// A computed chunk and where each source rank keeps it.
@@ -58,6 +58,8 @@ pub struct Source {
     prompt: Option<Prompt>,
     /// Those that live here.
     ranks: Vec<RankId>,
+    /// Where they keep the request's state; empty in a model without.
+    state: Vec<SlotRef>,
     limits: Limits,
     phase: Phase,
     reader: Option<Reader>,
@@ -80,6 +82,7 @@ impl Source {
             tokens,
             prompt: None,
             ranks,
+            state: Vec::new(),
             limits,
             phase: Phase::Running,
             reader: None,
@@ -97,6 +100,12 @@ impl Source {
     #[must_use]
     pub fn with_prompt(self, prompt: Option<Prompt>) -> Self {
         Self { prompt, ..self }
+    }
+
+    /// The same room with the request's state slot on each of our ranks, in a model that has such state.
+    #[must_use]
+    pub fn with_state(self, state: Vec<SlotRef>) -> Self {
+        Self { state, ..self }
     }
 
     /// The target opened the room over a transport whose mover is `mover`. A repeat changes nothing.
@@ -119,6 +128,14 @@ impl Source {
         }
         if tokens.is_empty() || tokens.start < self.tokens.start || tokens.end > self.tokens.end {
             let text = format!("wants tokens {tokens} of a room with {}", self.tokens);
+            return self.fail(Cause::new(CauseKind::Protocol, Side::Target, text), now);
+        }
+        let stateful = self.reader.as_ref().is_some_and(|reader| reader.pair.shape().has_state());
+        if stateful && tokens.end != self.tokens.end {
+            let text = format!(
+                "wants tokens {tokens} of a room with {}: the state of a request exists only after its last token",
+                self.tokens
+            );
             return self.fail(Cause::new(CauseKind::Protocol, Side::Target, text), now);
         }
         for at in 0..self.chunks.len() {
@@ -337,10 +354,12 @@ impl Source {
                     all.iter().skip(skip).take(take).copied().collect()
                 }
             };
-            let offer = Offer { head: reader.head, source, tokens, pages };
+            let last = reader.mover == Mover::Target && tokens.end == self.tokens.end;
+            let slot = self.state.get(place).copied().filter(|_| last);
+            let offer = Offer { head: reader.head, source, tokens, pages, slot };
             self.actions.push_back(Action::Send(Message::Offer(offer)));
             self.running.insert((source, tokens));
-            self.actions.push_back(Action::Execute(Work { source, tokens, pages: Vec::new() }));
+            self.actions.push_back(Action::Execute(Work { source, tokens, pages: Vec::new(), slot: None }));
         }
     }
 

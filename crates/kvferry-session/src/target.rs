@@ -12,7 +12,9 @@ use kvferry_plan::{Bytes, Generation, Incarnation, Pair, RankId, RoomKey, TokenR
 
 use crate::{
     Abort, Action, Cause, CauseKind, Closed, Done, Head, Leg, Limits, Message, Mover, Offer, Open, Outcome,
-    Prompt, Received, Settled, Side, Time, Work, intake::Intake, page_span,
+    Prompt, Received, Settled, Side, Time, Work,
+    intake::{Intake, due},
+    page_span,
 };
 
 /// One process of the source instance.
@@ -24,6 +26,8 @@ pub struct SourceProcess {
     pub ranks: Vec<RankId>,
     /// Pages of each of its pools.
     pub pages: u32,
+    /// State slots of each of its pools.
+    pub slots: u32,
 }
 
 /// What a target wants to receive, and how.
@@ -323,11 +327,23 @@ impl Target {
                 let text = format!("source page {} of a pool of {pool}", bad.page);
                 return self.protocol(text, now);
             }
+            let last = offer.tokens.end == self.room.tokens.end && self.room.pair.shape().has_state();
+            let slots = self.room.host(offer.source).map_or(0, |host| host.slots);
+            if offer.slot.map(|s| s.slot.0 < slots) != last.then_some(true) {
+                let text = format!(
+                    "source rank {} offered tokens {} with state slot {:?}, of {slots}",
+                    offer.source,
+                    offer.tokens,
+                    offer.slot.map(|s| s.slot.0)
+                );
+                return self.protocol(text, now);
+            }
             self.running.insert((offer.source, offer.tokens));
             self.actions.push_back(Action::Execute(Work {
                 source: offer.source,
                 tokens: offer.tokens,
                 pages: offer.pages.clone(),
+                slot: offer.slot,
             }));
         }
         self.complete(now);
@@ -352,7 +368,7 @@ impl Target {
             Ok(Some(totals)) => {
                 self.tell(None, |head| Message::Done(Done { head, bytes: totals.bytes }));
                 let TargetRoom { pair, targets, tokens, .. } = &self.room;
-                let due = targets.iter().map(|rank| pair.target_bytes(*rank, *tokens).0);
+                let due = targets.iter().map(|rank| due(pair, *rank, *tokens).0);
                 let received = Received {
                     first: totals.first,
                     bytes: totals.bytes,

@@ -6,7 +6,7 @@
 use alloc::{string::String, vec::Vec};
 use kvferry_plan::{
     Bytes, Descriptor, Generation, Incarnation, InstanceId, Mismatch, PageId, PartDigest, RankId, RoomKey,
-    TokenRange,
+    SlotId, TokenRange,
 };
 use minicbor::{Decode, Encode};
 
@@ -75,6 +75,9 @@ pub struct Hello {
     /// The ranks of its instance that live in the sender's process, ascending; all of them when absent.
     #[n(6)]
     pub hosts: Option<Vec<RankId>>,
+    /// State slots of each of its ranks' pools; none when absent.
+    #[n(7)]
+    pub slots: Option<u32>,
 }
 
 impl Hello {
@@ -193,6 +196,17 @@ pub struct PageRef {
     pub generation: Generation,
 }
 
+/// A state slot of the source's pool and the generation that it must still have after it was read.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Encode, Decode)]
+pub struct SlotRef {
+    /// The slot.
+    #[n(0)]
+    pub slot: SlotId,
+    /// Its generation.
+    #[n(1)]
+    pub generation: Generation,
+}
+
 /// Source to target: a chunk is computed on one source rank.
 #[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
 #[cbor(map)]
@@ -209,6 +223,9 @@ pub struct Offer {
     /// Where the source keeps them, when the target moves: one entry per page of [`crate::page_span`].
     #[n(3)]
     pub pages: Vec<PageRef>,
+    /// Where the source keeps the request's state, when the target moves it: with the chunk that ends the room.
+    #[n(4)]
+    pub slot: Option<SlotRef>,
 }
 
 /// What went from one source rank to one target rank for one chunk.

@@ -20,6 +20,7 @@ fn hello(name: &str, spec: &str) -> Hello {
             .map(|name| Endpoint { name: name.into(), address: format!("{name}://here") })
             .into(),
         hosts: None,
+        slots: None,
     }
 }
 

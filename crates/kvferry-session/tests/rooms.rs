@@ -46,7 +46,12 @@ fn target(mover: Mover, digest: bool) -> Target {
         key: head().key,
         generation: head().generation,
         from: head().from,
-        sources: vec![SourceProcess { incarnation: head().to, ranks: vec![RankId(0), RankId(1)], pages: 8 }],
+        sources: vec![SourceProcess {
+            incarnation: head().to,
+            ranks: vec![RankId(0), RankId(1)],
+            pages: 8,
+            slots: 0,
+        }],
         targets: vec![RankId(0)],
         pair: pair(),
         tokens: TokenRange::new(0, TOKENS),
@@ -74,7 +79,7 @@ fn leg(source: u32, tokens: TokenRange) -> Leg {
 }
 
 fn offer(source: u32, tokens: TokenRange, pages: Vec<PageRef>) -> Message {
-    Message::Offer(Offer { head: head().reply(), source: RankId(source), tokens, pages })
+    Message::Offer(Offer { head: head().reply(), source: RankId(source), tokens, pages, slot: None })
 }
 
 fn manifest(source: u32, legs: Vec<Leg>) -> Message {
@@ -262,7 +267,7 @@ fn without_digests_sums_are_not_compared_and_bytes_still_are() {
 fn a_target_that_pulls_takes_only_pages_that_can_be() {
     let mut room = target(Mover::Target, true);
     room.message(&offer(1, ALL, refs(0..4)), at(1));
-    let work = Work { source: RankId(1), tokens: ALL, pages: refs(0..4) };
+    let work = Work { source: RankId(1), tokens: ALL, pages: refs(0..4), slot: None };
     assert_eq!(room.poll(), Some(Action::Execute(work)));
     room.message(&offer(1, ALL, refs(0..4)), at(1));
     assert_eq!(room.poll(), None, "a repeat is not executed again");

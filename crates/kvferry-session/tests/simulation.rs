@@ -622,6 +622,7 @@ impl World {
                 incarnation: start(self.life(Side::Source), Side::Source),
                 ranks: (0..self.pair.src().ranks()).map(RankId).collect(),
                 pages: PAGES,
+                slots: 0,
             }],
             targets: (0..self.pair.dst().ranks()).map(RankId).collect(),
             pair: self.pair.clone(),

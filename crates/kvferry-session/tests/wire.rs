@@ -6,12 +6,12 @@ use std::{fs, path::PathBuf};
 
 use kvferry_plan::{
     Attempt, Bytes, CacheShape, Descriptor, Dtype, Generation, Incarnation, InstanceId, LayoutSpec, Mismatch,
-    PROTOCOL, PageId, Part, PartDigest, RankId, RoomId, RoomKey, TokenRange,
+    PROTOCOL, PageId, Part, PartDigest, RankId, RoomId, RoomKey, SlotId, TokenRange,
 };
 use kvferry_session::{
     Abort, Capabilities, Cause, CauseKind, Closed, Done, Endpoint, Final, FirstToken, Goodbye, Head,
-    Heartbeat, Hello, Leg, MAX_MESSAGE, Message, Offer, Open, PageRef, Refuse, Settled, Side, WireError,
-    decode, encode, frame_len,
+    Heartbeat, Hello, Leg, MAX_MESSAGE, Message, Offer, Open, PageRef, Refuse, Settled, Side, SlotRef,
+    WireError, decode, encode, frame_len,
 };
 use proptest::prelude::*;
 
@@ -41,6 +41,7 @@ fn hello(descriptor: Descriptor) -> Message {
             .map(|(name, address)| Endpoint { name: name.into(), address: address.into() })
             .into(),
         hosts: None,
+        slots: None,
     })
 }
 
@@ -70,7 +71,10 @@ fn samples() -> Vec<(&'static str, Message)> {
         ),
         ("heartbeat", Message::Heartbeat(Heartbeat { sequence: 300 })),
         ("open", Message::Open(Open { head: head(), tokens, transport: "shm".into(), prompt: None })),
-        ("offer-push", Message::Offer(Offer { head: head(), source: RankId(1), tokens, pages: Vec::new() })),
+        (
+            "offer-push",
+            Message::Offer(Offer { head: head(), source: RankId(1), tokens, pages: Vec::new(), slot: None }),
+        ),
         (
             "offer-pull",
             Message::Offer(Offer {
@@ -81,6 +85,17 @@ fn samples() -> Vec<(&'static str, Message)> {
                     PageRef { page: PageId(9), generation: Generation(0) },
                     PageRef { page: PageId(u32::MAX), generation: Generation(u64::MAX) },
                 ],
+                slot: None,
+            }),
+        ),
+        (
+            "offer-pull-state",
+            Message::Offer(Offer {
+                head: head(),
+                source: RankId(0),
+                tokens,
+                pages: Vec::new(),
+                slot: Some(SlotRef { slot: SlotId(3), generation: Generation(1 << 40) }),
             }),
         ),
         ("settled", Message::Settled(Settled { head: head(), source: RankId(2), tokens })),
@@ -273,7 +288,7 @@ fn any_message() -> impl Strategy<Value = Message> {
             prompt: None,
         })),
         (any_head(), any::<u32>(), tokens.clone(), pages).prop_map(|(head, source, tokens, pages)| {
-            Message::Offer(Offer { head, source: RankId(source), tokens, pages })
+            Message::Offer(Offer { head, source: RankId(source), tokens, pages, slot: None })
         }),
         (any_head(), any::<u32>(), tokens).prop_map(|(head, source, tokens)| {
             Message::Settled(Settled { head, source: RankId(source), tokens })

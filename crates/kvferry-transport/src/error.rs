@@ -3,7 +3,7 @@
 use std::{fmt, io, time::Duration};
 
 use kvferry_arena::ArenaError;
-use kvferry_plan::{Blame, Bytes, Generation, Incarnation, PageId, RankId, RoomKey, Unsupported};
+use kvferry_plan::{Blame, Bytes, Generation, Incarnation, PageId, RankId, RoomKey, SlotId, Unsupported};
 use minicbor::{Decode, Encode};
 
 /// Why a target refuses a frame. The number is its code on the wire.
@@ -180,6 +180,16 @@ pub enum TransportError {
         /// As found.
         found: Generation,
     },
+    /// A source's state slot changed its owner before it was read completely; what was read of it does not count.
+    #[error("source state slot {slot} is of generation {found}, not {expected}: its lease expired")]
+    StaleSlot {
+        /// The slot.
+        slot: SlotId,
+        /// As offered.
+        expected: Generation,
+        /// As found.
+        found: Generation,
+    },
     /// The peer took or sent nothing for too long in the middle of a transfer.
     #[error("the peer at `{endpoint}` made no progress for {waited:?} in the middle of a transfer")]
     Stalled {
@@ -219,6 +229,7 @@ impl TransportError {
             | Self::Protocol { .. }
             | Self::Restarted { .. }
             | Self::StalePage { .. }
+            | Self::StaleSlot { .. }
             | Self::Stalled { .. } => Blame::PeerMisbehaved,
         }
     }

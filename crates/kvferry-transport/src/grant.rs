@@ -2,7 +2,7 @@
 
 use std::{fmt, sync::Arc};
 
-use kvferry_plan::{Generation, Incarnation, PageTable, Pair, RankId, RoomKey, TokenRange};
+use kvferry_plan::{Generation, Incarnation, PageTable, Pair, RankId, RoomKey, SlotId, TokenRange};
 
 use crate::{LegReport, TransportError};
 
@@ -19,6 +19,9 @@ pub struct Grant {
     pub pair: Arc<Pair>,
     /// The room's pages, the same on all local ranks.
     pub table: PageTable,
+    /// The room's state slot, the same on all local ranks; it comes with the chunk that ends the tokens. `None` for a
+    /// model without state per request.
+    pub slot: Option<SlotId>,
     /// The tokens that may be written. A chunk is any range inside.
     pub tokens: TokenRange,
     /// Local ranks that may be written.

@@ -219,6 +219,7 @@ mod tests {
             peer: PEER,
             pair: Arc::new(Pair::new(shape, place.clone(), place).unwrap()),
             table: PageTable(GRANTED.into()),
+            slot: None,
             tokens: TokenRange::new(0, TOKENS),
             ranks: vec![RankId(0)],
             digest: true,

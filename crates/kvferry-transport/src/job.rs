@@ -2,7 +2,7 @@
 
 use std::{sync::Arc, time::Duration};
 
-use kvferry_plan::{Bytes, Generation, PageId, PartDigest, Plan, RankId, RoomKey, TokenRange};
+use kvferry_plan::{Bytes, Generation, PageId, PartDigest, Plan, RankId, RoomKey, SlotId, TokenRange};
 
 use crate::TransportError;
 
@@ -34,6 +34,8 @@ pub struct Leg {
     /// Pull only: the source pages that the plan reads, with the generations that the source offered. Each is
     /// compared before and after each copy. Empty for a push, where the source pins its own pages.
     pub source_pages: Vec<(PageId, Generation)>,
+    /// Pull only: likewise the source slot from which the plan reads state, if it does.
+    pub source_slot: Option<(SlotId, Generation)>,
 }
 
 /// What has been moved for one leg.

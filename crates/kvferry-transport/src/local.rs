@@ -67,7 +67,14 @@ impl Local {
             if rank.0 >= grant.pair.dst().ranks() {
                 return invalid(format!("the layout has no rank {rank}"));
             }
-            for part in &grant.pair.dst().parts {
+            match grant.slot {
+                None if grant.pair.shape().has_state() => return invalid("its state has no slot".into()),
+                Some(slot) if slot.0 >= arena.layout().slots() => {
+                    return invalid(format!("state slot {slot} of a pool with {}", arena.layout().slots()));
+                }
+                _ => {}
+            }
+            for part in grant.pair.dst().parts.iter().filter(|part| !part.part.is_state()) {
                 let class = grant.pair.dst().class(part.part, rank);
                 let rows = part.tokens.owned(grant.tokens.end, class);
                 if rows > 0 && grant.table.row(rows - 1, part.page_size).is_none() {

@@ -10,7 +10,8 @@ use std::{
 
 use kvferry_arena::{Arena, ArenaError, Memory, Pieces, Side, Span, Wait};
 use kvferry_plan::{
-    Bytes, End, PageTable, Pair, PartDigest, Plan, RankId, Row, Token, TokenRange, Unit, UnitHasher, UnitId,
+    Bytes, End, PageId, PageTable, Pair, Part, PartDigest, Plan, RankId, Row, SlotId, Token, TokenRange,
+    Unit, UnitHasher, UnitId,
 };
 
 use crate::{
@@ -25,7 +26,8 @@ const PLACE: u64 = 8 << 10;
 
 /// Any page numbers will do for a peer's pages, as long as there are enough for `end` tokens.
 pub(crate) fn source_table(pair: &Pair, end: Token) -> PageTable {
-    let smallest = pair.src().parts.iter().map(|part| part.page_size).min().unwrap_or(1);
+    let rows = pair.src().parts.iter().filter(|part| !part.part.is_state());
+    let smallest = rows.map(|part| part.page_size).min().unwrap_or(1);
     let pages = end.0.div_ceil(u64::from(smallest.max(1)));
     PageTable::identity(u32::try_from(pages).unwrap_or(u32::MAX))
 }
@@ -108,10 +110,12 @@ impl Room {
         let from = source_table(&self.grant.pair, tokens.end);
         let to = End { rank: target, table: &self.grant.table };
         // The table was checked against the granted tokens, so there is a plan for each part of them.
+        // Any slot will do for the peer's, too.
+        let slots = self.grant.slot.filter(|_| tokens.end == self.grant.tokens.end).map(|to| (SlotId(0), to));
         let plan = self
             .grant
             .pair
-            .plan(End { rank: source, table: &from }, to, tokens)
+            .plan_last(End { rank: source, table: &from }, to, tokens, slots)
             .map_err(|_| Refusal::Internal)?;
         Ok(Landing {
             room: Arc::clone(self),
@@ -359,10 +363,17 @@ fn rows_of(units: &Units, unit: &Unit<'_>) -> Option<Range<u64>> {
     }
 }
 
-/// True when every row that `plan` writes lies on a page of `table`, for a plan that was made by somebody else.
-pub(crate) fn writes_only(plan: &Plan, pair: &Pair, table: &PageTable) -> bool {
+/// True when every row that `plan` writes lies on a granted page, or in the granted slot, for a plan that was made by
+/// somebody else.
+pub(crate) fn writes_only(plan: &Plan, grant: &Grant) -> bool {
+    let Grant { pair, table, slot, .. } = grant;
     let mut pages = table.0.clone();
     pages.sort_unstable();
+    // A slot's rows are its window, as a page's rows are the page.
+    let granted = |part: Part, page: PageId| match part.is_state() {
+        true => slot.is_some_and(|slot| slot.0 == page.0),
+        false => pages.binary_search(&page).is_ok(),
+    };
     plan.groups().iter().all(|group| {
         pair.dst().part(group.part).is_some_and(|layout| {
             plan.group_runs(group).iter().all(|run| {
@@ -373,7 +384,7 @@ pub(crate) fn writes_only(plan: &Plan, pair: &Pair, table: &PageTable) -> bool {
                 // A run lies on one page, so its ends say it all.
                 last.is_some_and(|last| {
                     let (first, last) = (layout.page(run.dst_row), layout.page(Row(last)));
-                    first == last && pages.binary_search(&first).is_ok()
+                    first == last && granted(group.part, first)
                 })
             })
         })

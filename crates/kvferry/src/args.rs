@@ -430,14 +430,13 @@ fn layout(text: &str) -> Result<LayoutSpec, String> {
         LayoutSpec { layers: LayerSplit::Stages(n), .. } if *n > 1 => Some("pp"),
         LayoutSpec { cp: 2.., .. } => Some("cp"),
         LayoutSpec { shard: true, .. } => Some("shard=on"),
-        LayoutSpec { ep: 2.., .. } => Some("ep"),
         LayoutSpec { kv: Some(Dtype::Fp8E4m3), .. } => Some("kv=fp8"),
         _ => None,
     };
     match unbuilt {
         None => Ok(spec),
         Some(key) => Err(format!(
-            "`{key}` is not built yet; what works today: tp, dcp, interleave, page, kv=f32, kv=bf16"
+            "`{key}` is not built yet; what works today: tp, dcp, interleave, ep, page, kv=f32, kv=bf16"
         )),
     }
 }
@@ -511,12 +510,11 @@ mod tests {
             ("layers=0-1/2-3", "`layers`"),
             ("cp=2", "`cp`"),
             ("tp=2,shard=on", "`shard=on`"),
-            ("ep=4", "`ep`"),
             ("kv=fp8", "`kv=fp8`"),
         ] {
             let error = layout(text).unwrap_err();
             assert!(error.starts_with(&format!("{key} is not built yet")), "{text}: {error}");
         }
-        assert!(layout("tp=4,dcp=4,interleave=2,pp=1,cp=1,shard=off,ep=1,page=24,kv=bf16").is_ok());
+        assert!(layout("tp=4,dcp=4,interleave=2,pp=1,cp=1,shard=off,ep=2,page=24,kv=bf16").is_ok());
     }
 }

@@ -155,7 +155,6 @@ fn layouts_that_cannot_be() {
         "layers=0-1/2-3",
         "cp=2",
         "tp=2,shard=on",
-        "ep=2",
         "kv=fp8",
     ]
     .into_iter()

@@ -27,6 +27,32 @@ fn every_layout_is_bit_equal_on_every_transport() {
     }
 }
 
+/// The models of the source pull request, small: latent rows, experts, and in one of them state per request, which goes
+/// between any two TP sizes beside rows that DCP deals out.
+#[test]
+fn latent_rows_state_and_experts_are_bit_equal() {
+    for (model, prefill, decode, transport) in [
+        ("deepseek_v3_tiny", "tp=4,ep=4", "tp=4,dcp=4", "tcp"),
+        ("deepseek_v3_tiny", "tp=3,page=24", "tp=2,dcp=2,interleave=4", "shm"),
+        ("kimi_linear_tiny", "tp=4,ep=4,page=64", "tp=4,dcp=4,page=64", "tcp"),
+        ("kimi_linear_tiny", "tp=4,ep=2", "tp=3,page=24", "shm"),
+        ("kimi_linear_tiny", "tp=1", "tp=6,dcp=3,kv=f32", "tcp"),
+    ] {
+        let folder = format!("{}/../kvferry-engine/tests/data/{model}", env!("CARGO_MANIFEST_DIR"));
+        let layouts = ["--prefill", prefill, "--decode", decode, "--transport", transport];
+        let run = kvferry(
+            &[&["demo", "--json", "--model", &folder, "--max-tokens", "4", "--ignore-eos"], &layouts[..]]
+                .concat(),
+        );
+        let report = assert_proven(&run);
+        assert_eq!(report["bit_equal"], true, "{model} {layouts:?} {report:#}");
+        assert_eq!(
+            (&report["decode_prompt_tokens_computed"], &report["max_abs_logprob_diff"]),
+            (&0.into(), &0.0.into())
+        );
+    }
+}
+
 #[test]
 fn the_json_object_has_what_is_promised() {
     let report = assert_proven(&demo(&[&["--max-tokens", "5", "--ignore-eos"]]));

@@ -5,7 +5,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use kvferry_plan::{Bytes, PageTable, RoomKey, TokenRange};
+use kvferry_plan::{Bytes, PageTable, RoomKey, SlotId, Token, TokenRange};
 use kvferry_session::{
     Abort, Action, Cause, CauseKind, Message, Mover, Open, Outcome, PageRef, Peer, Sent, Side, Source, Time,
     page_span,
@@ -29,6 +29,8 @@ pub(super) struct SourceEntry {
     key: RoomKey,
     serial: u64,
     table: Arc<PageTable>,
+    /// The request's state slot, and where the prompt ends whose state it is.
+    state: Option<(SlotId, Token)>,
     readers: Vec<Reader>,
     /// One reader has failed and the others were told.
     failed: bool,
@@ -145,7 +147,7 @@ impl SourceEntry {
 
 impl Core {
     pub(super) fn send(&mut self, room: SourceRoom, serial: u64, slot: Slot<SourceReceipt>) {
-        let SourceRoom { key, table, tokens, prompt } = room;
+        let SourceRoom { key, table, slot: state, tokens, prompt } = room;
         let reject = |reason: &str| RoomError::Rejected { key, reason: reason.into() };
         let refused = if self.draining {
             Some(RoomError::ShutDown)
@@ -164,12 +166,21 @@ impl Core {
         }
         let limits = self.shared.limits.rooms;
         let ranks = self.shared.hosted.to_vec();
-        let room = Source::new(key, tokens, ranks, limits, self.now()).with_prompt(prompt);
+        let refs = state.map_or(Ok(Vec::new()), |slot| work::slot_refs(slot, &self.shared.arenas));
+        let refs = match refs {
+            Ok(refs) => refs,
+            Err(reason) => {
+                slot.send_replace(Some(Err(reject(&reason))));
+                return;
+            }
+        };
+        let room = Source::new(key, tokens, ranks, limits, self.now()).with_prompt(prompt).with_state(refs);
         let entry = SourceEntry {
             armed: None,
             key,
             serial,
             table: Arc::new(table),
+            state: state.map(|slot| (slot, tokens.end)),
             readers: vec![Reader { room, opened: None }],
             failed: false,
             slot,
@@ -346,6 +357,7 @@ impl Core {
                     generation: head.generation,
                     pair: peer.pair.clone(),
                     table: entry.table.clone(),
+                    slot: entry.state.and_then(|(slot, end)| (tokens.end == end).then_some(slot)),
                     source,
                     tokens,
                     targets: peer.ranks.clone().into(),

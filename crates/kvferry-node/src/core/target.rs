@@ -175,6 +175,7 @@ impl Core {
                         incarnation: peer.incarnation,
                         ranks: peer.ranks.clone(),
                         pages: peer.pages,
+                        slots: peer.slots,
                     };
                     let room = TargetRoom {
                         key,
@@ -325,7 +326,7 @@ impl Core {
                 }
             }
             Action::Grant => {
-                let table = PageTable::clone(&entry.table);
+                let (table, slot) = (PageTable::clone(&entry.table), entry.asked.slot);
                 let grants: Vec<_> = asked
                     .sources
                     .iter()
@@ -336,6 +337,7 @@ impl Core {
                         ranks: asked.targets.clone(),
                         pair: asked.pair.clone(),
                         table: table.clone(),
+                        slot,
                         tokens: asked.tokens,
                         digest: asked.digest,
                         landed: self.landing(serial, process.ranks.clone()),
@@ -364,12 +366,13 @@ impl Core {
                         generation,
                         pair: asked.pair,
                         table: entry.table.clone(),
+                        slot: entry.asked.slot.filter(|_| tokens.end == asked.tokens.end),
                         source,
                         tokens,
                         targets: asked.targets.into(),
                         digest: asked.digest,
                         since: Instant::now(),
-                        half: Half::Pull(piece.pages),
+                        half: Half::Pull(piece.pages, piece.slot),
                     });
                 } else {
                     let gone = Cause::new(CauseKind::Lost, Side::Source, "the connection is gone");

@@ -10,10 +10,14 @@ use kvferry_node::{
 };
 use kvferry_plan::{
     Attempt, Bytes, CacheShape, Descriptor, Dtype, InstanceId, LayerId, LayoutSpec, PROTOCOL, PageId,
-    PageTable, Part, Placement, PoolLayout, RankId, RoomId, RoomKey, Row, Token, TokenRange,
+    PageTable, Part, PartShape, Placement, PoolLayout, RankId, RoomId, RoomKey, Row, SlotId, Token,
+    TokenRange,
 };
 
 pub const FIRST: FirstToken = FirstToken { token: 7, logprob: -1.25 };
+/// State slots of each pool, in shapes that have state.
+const SLOTS: u32 = 4;
+
 pub const EVERY: [TransportKind; 3] = [TransportKind::Mem, TransportKind::Tcp, TransportKind::Shm];
 
 /// What a node of these tests is made of.
@@ -70,7 +74,8 @@ pub fn config(recipe: &Recipe) -> NodeConfig {
     let arenas = ranks(recipe, &placement)
         .into_iter()
         .map(|rank| {
-            let layout = PoolLayout::new(&shape, &placement, rank, recipe.pages).unwrap();
+            let slots = if shape.has_state() { SLOTS } else { 0 };
+            let layout = PoolLayout::with_slots(&shape, &placement, rank, recipe.pages, slots).unwrap();
             Arc::new(Arena::new(recipe.name, layout).unwrap())
         })
         .collect();
@@ -106,23 +111,45 @@ fn stamp(room: RoomKey, layer: LayerId, part: Part, head: u32, token: Token, byt
 }
 
 impl Instance {
-    /// The image of every rank's pool in which exactly these tokens are cached, by the definition of a placement:
-    /// row by row, head by head, with nothing of the planner.
-    fn images(&self, room: RoomKey, table: &PageTable, tokens: TokenRange) -> Vec<Vec<u8>> {
+    /// The slot of every request here: one that differs between instances with names of different length.
+    pub fn slot(&self) -> Option<SlotId> {
+        let name = self.node.addr().instance.0;
+        self.shape.has_state().then_some(SlotId(name.len() as u32 % SLOTS))
+    }
+
+    /// Where a token of a part lies, or of state a row of its window.
+    fn row(&self, part: &PartShape, rank: RankId, table: &PageTable, token: Token) -> Option<Row> {
+        let layout = self.placement.part(part.part).unwrap();
+        match self.slot() {
+            Some(slot) if part.state.is_some() => Some(Row(layout.slot_row(slot).0 + token.0)),
+            _ => {
+                let local = layout.tokens.local(token, self.placement.class(part.part, rank))?;
+                table.row(local, layout.page_size)
+            }
+        }
+    }
+
+    /// The image of every rank's pool in which exactly these tokens are cached, and the state after a prompt if it is
+    /// wanted, by the definition of a placement: row by row, head by head, with nothing of the planner.
+    fn images(&self, room: RoomKey, table: &PageTable, tokens: TokenRange, state: bool) -> Vec<Vec<u8>> {
         let mut images = Vec::new();
         for (rank, arena) in self.ranks.iter().copied().zip(&self.arenas) {
             let mut image = vec![0_u8; arena.layout().len().0 as usize];
             for part in &self.shape.parts {
                 let layout = *self.placement.part(part.part).unwrap();
-                let class = self.placement.class(part.part, rank);
+                let rows = match &part.state {
+                    Some(_) if !state => continue,
+                    Some(state) => 0..u64::from(state.window),
+                    None => tokens.start.0..tokens.end.0,
+                };
                 for layer in self.placement.layers(part, rank) {
-                    let region = arena.layout().region(layer, part.part).unwrap();
-                    for token in (tokens.start.0..tokens.end.0).map(Token) {
-                        let Some(local) = layout.tokens.local(token, class) else { continue };
-                        let row: Row = table.row(local, layout.page_size).unwrap();
+                    // A rank may hold none of a state's heads.
+                    let Some(region) = arena.layout().region(layer, part.part) else { continue };
+                    for token in rows.clone().map(Token) {
+                        let Some(row) = self.row(part, rank, table, token) else { continue };
                         let mut at = region.row_offset(row).unwrap().0 as usize;
                         let head_bytes = u64::from(part.head_elems) * layout.dtype.size().0;
-                        for head in self.placement.heads(part, rank) {
+                        for head in self.placement.shares(part, rank).flatten() {
                             for byte in 0..head_bytes {
                                 image[at] = stamp(room, layer, part.part, head, token, byte);
                                 at += 1;
@@ -138,7 +165,7 @@ impl Instance {
 
     /// Everything of a pool but the generation words.
     fn contents(arena: &Arena) -> (usize, Vec<u8>) {
-        let skip = arena.layout().pages() as usize * 8;
+        let skip = (arena.layout().pages() + arena.layout().slots()) as usize * 8;
         let mut found = vec![0; arena.layout().len().0 as usize - skip];
         arena.read(Bytes(skip as u64), &mut found).unwrap();
         (skip, found)
@@ -146,7 +173,16 @@ impl Instance {
 
     /// Pretends to compute `tokens`, on pages that were empty.
     pub fn compute(&self, room: RoomKey, table: &PageTable, tokens: TokenRange) {
-        for (arena, image) in self.arenas.iter().zip(self.images(room, table, tokens)) {
+        self.write(self.images(room, table, tokens, false));
+    }
+
+    /// Pretends to have computed a whole prompt: its state is there, on a slot that was empty.
+    pub fn compute_state(&self, room: RoomKey) {
+        self.write(self.images(room, &PageTable::default(), TokenRange::new(0, 0), true));
+    }
+
+    fn write(&self, images: Vec<Vec<u8>>) {
+        for (arena, image) in self.arenas.iter().zip(images) {
             let (skip, old) = Self::contents(arena);
             let new: Vec<_> = old.iter().zip(&image[skip..]).map(|(o, n)| o | n).collect();
             arena.write(Bytes(skip as u64), &new).unwrap();
@@ -156,7 +192,7 @@ impl Instance {
     /// The number of bytes, over all pools, that are not as they must be when exactly these tokens are cached.
     pub fn wrong_bytes(&self, room: RoomKey, table: &PageTable, tokens: TokenRange) -> usize {
         let mut wrong = 0;
-        for (arena, image) in self.arenas.iter().zip(self.images(room, table, tokens)) {
+        for (arena, image) in self.arenas.iter().zip(self.images(room, table, tokens, true)) {
             let (skip, found) = Self::contents(arena);
             wrong += found.iter().zip(&image[skip..]).filter(|(f, i)| f != i).count();
         }
@@ -166,7 +202,8 @@ impl Instance {
     /// A table for `tokens` tokens on any rank, in an order that is not the pool's.
     pub fn table(&self, tokens: u64) -> PageTable {
         let pages = self.arenas[0].layout().pages();
-        let size = self.placement.parts.iter().map(|p| p.page_size).min().unwrap();
+        let parts = self.placement.parts.iter().filter(|p| !p.part.is_state());
+        let size = parts.map(|p| p.page_size).min().unwrap();
         let needed = tokens.div_ceil(u64::from(size)) as u32;
         assert!(needed <= pages);
         // 37 is coprime to the number of pages.
@@ -177,6 +214,7 @@ impl Instance {
         self.node.send(SourceRoom {
             key,
             table: self.table(tokens),
+            slot: self.slot(),
             tokens: TokenRange::new(0, tokens),
             prompt: None,
         })
@@ -191,6 +229,7 @@ impl Instance {
             key,
             peers,
             table: self.table(tokens),
+            slot: self.slot(),
             tokens: TokenRange::new(0, tokens),
             transport: None,
             prompt: None,
@@ -232,6 +271,9 @@ pub fn compute_and_send(source: &Instance, sending: &SourceHandle, tokens: u64, 
     while start < tokens {
         let range = TokenRange::new(start, (start + chunk).min(tokens));
         source.compute(sending.key(), &table, range);
+        if range.end.0 == tokens {
+            source.compute_state(sending.key());
+        }
         sending.chunk(range);
         start = range.end.0;
     }

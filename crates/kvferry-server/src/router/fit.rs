@@ -63,7 +63,8 @@ fn pair(prefill: &Descriptor, decode: &Descriptor) -> Result<Pair, kvferry_plan:
 fn cost(pair: &Pair) -> Cost {
     let tokens = TokenRange::new(0, TOKENS);
     let (sources, targets) = (pair.src().ranks(), pair.dst().ranks());
-    let bytes = (0..targets).map(|rank| pair.target_bytes(RankId(rank), tokens).0).sum();
+    let of = |rank| pair.target_bytes(rank, tokens).0.saturating_add(pair.state_bytes(rank).0);
+    let bytes = (0..targets).map(|rank| of(RankId(rank))).sum();
     if u64::from(sources) * u64::from(targets) > RANKS {
         return Cost { bytes, copies: 0 };
     }

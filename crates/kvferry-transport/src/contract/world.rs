@@ -201,6 +201,7 @@ impl World {
             peer: SOURCE,
             pair: Arc::clone(&self.pair),
             table: room.target.clone(),
+            slot: None,
             tokens: TokenRange::new(0, tokens),
             ranks: (0..self.pair.dst().ranks()).map(RankId).collect(),
             digest: true,
@@ -232,7 +233,12 @@ impl World {
                 Mover::Target => (&room.target, self.source_pages(room, source)),
             };
             let (src, dst) = (End { rank: source, table: &room.source }, End { rank: target, table });
-            Leg { target, plan: Arc::new(self.pair.plan(src, dst, tokens).unwrap()), source_pages }
+            Leg {
+                target,
+                plan: Arc::new(self.pair.plan(src, dst, tokens).unwrap()),
+                source_pages,
+                source_slot: None,
+            }
         };
         Job {
             key: room.key,

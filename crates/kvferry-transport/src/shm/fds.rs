@@ -1,4 +1,4 @@
-//! Arenas over a socket: per rank, its number, its pages, and the descriptor.
+//! Arenas over a socket: per rank, its number, its pages, its state slots, and the descriptor.
 
 use std::{
     collections::BTreeMap,
@@ -23,14 +23,15 @@ use crate::{
     wire::Hello,
 };
 
-/// Rank and pages.
-const RECORD: usize = 8;
+/// Rank, pages and slots.
+const RECORD: usize = 12;
 
 /// Passes the arena of `rank`.
 pub(super) fn send(socket: &Socket, rank: RankId, arena: &Arena) -> Result<(), Lost> {
     let mut record = [0; RECORD];
     record[..4].copy_from_slice(&rank.0.to_le_bytes());
-    record[4..].copy_from_slice(&arena.layout().pages().to_le_bytes());
+    record[4..8].copy_from_slice(&arena.layout().pages().to_le_bytes());
+    record[8..].copy_from_slice(&arena.layout().slots().to_le_bytes());
     let fds = [arena.fd()];
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut control = SendAncillaryBuffer::new(&mut space);
@@ -59,11 +60,13 @@ pub(super) fn receive(
     let mut views = BTreeMap::new();
     for _ in 0..ranks {
         let (record, fd) = record(socket).map_err(lost)?;
-        let [a, b, c, d, e, f, g, h] = record;
-        let rank = RankId(u32::from_le_bytes([a, b, c, d]));
-        let pages = u32::from_le_bytes([e, f, g, h]);
-        let layout = PoolLayout::new(&peer.descriptor.shape, placement, rank, pages)
-            .map_err(|e| protocol(format!("rank {rank} with {pages} pages: {e}")))?;
+        let [rank, pages, slots] = std::array::from_fn(|at| {
+            let [a, b, c, d] = std::array::from_fn(|byte| record[4 * at + byte]);
+            u32::from_le_bytes([a, b, c, d])
+        });
+        let rank = RankId(rank);
+        let layout = PoolLayout::with_slots(&peer.descriptor.shape, placement, rank, pages, slots)
+            .map_err(|e| protocol(format!("rank {rank} with {pages} pages and {slots} slots: {e}")))?;
         views.insert(rank, ArenaView::map(fd.as_fd(), layout)?);
     }
     Ok(views)

@@ -4,8 +4,8 @@ use std::{collections::BTreeMap, io, sync::Arc, time::Instant};
 
 use kvferry_arena::{Arena, ArenaView, Memory, Side, Stores, digest_unit};
 use kvferry_plan::{
-    Bytes, Generation, Incarnation, LayerId, PageId, Part, PartDigest, RankId, RoomKey, StridedMove, Unit,
-    UnitId,
+    Bytes, Generation, Incarnation, LayerId, PageId, Part, PartDigest, RankId, RoomKey, SlotId, StridedMove,
+    Unit, UnitId,
 };
 
 use crate::{
@@ -90,10 +90,12 @@ impl Puller {
         let courses = job.legs.iter().map(|leg| Course::new(&room, job, leg)).collect::<Result<_, _>>();
         let mut task = Task { job, view, room: &room, stop, courses: courses.map_err(refuse)? };
         for part in &room.grant().pair.shape().parts {
-            for &layer in &part.layers {
-                let landed = task.layer(layer, part.part)?;
-                add(&self.local.counters.landed, landed.0);
-                add(&self.local.counters.frames, 1);
+            for (channels, _) in (0..).zip(part.groups()) {
+                for &layer in &part.layers {
+                    let landed = task.layer((layer, part.part, channels))?;
+                    add(&self.local.counters.landed, landed.0);
+                    add(&self.local.counters.frames, 1);
+                }
             }
         }
         // What the last pages say is worth nothing if the process behind them is gone.
@@ -125,7 +127,7 @@ impl Puller {
 struct Course<'a> {
     leg: &'a Leg,
     arena: Arc<Arena>,
-    generations: BTreeMap<PageId, Generation>,
+    generations: BTreeMap<Place, Generation>,
     /// The next unit.
     next: u64,
     parts: Vec<PartDigest>,
@@ -135,17 +137,29 @@ impl<'a> Course<'a> {
     /// Checks a leg against the grant.
     fn new(room: &Room, job: &Job, leg: &'a Leg) -> Result<Self, Refusal> {
         let arena = Arc::clone(room.arena(job.source, leg.target, job.tokens)?);
-        if !writes_only(&leg.plan, &room.grant().pair, &room.grant().table) {
+        if !writes_only(&leg.plan, room.grant()) {
             return Err(Refusal::Range);
         }
-        let generations = leg.source_pages.iter().copied().collect();
+        let pages = leg.source_pages.iter().map(|(page, generation)| (Place::Page(*page), *generation));
+        let slot = leg.source_slot.map(|(slot, generation)| (Place::Slot(slot), generation));
+        let generations = pages.chain(slot).collect();
         Ok(Self { leg, arena, generations, next: 0, parts: Vec::new() })
     }
 }
 
+/// What is owned at the source as a whole, and has a generation.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Place {
+    Page(PageId),
+    Slot(SlotId),
+}
+
+/// The units of one layer of one part, and of state of one channel group.
+type Layer = (LayerId, Part, u32);
+
 /// One strided copy of a sweep.
 struct Step {
-    page: PageId,
+    page: Place,
     /// Index of the leg.
     leg: usize,
     m: StridedMove,
@@ -162,9 +176,9 @@ struct Task<'a> {
 
 impl<'a> Task<'a> {
     /// Sweeps the source pages of one layer of one part and digests what was written.
-    fn layer(&mut self, layer: LayerId, part: Part) -> Result<Bytes, TransportError> {
+    fn layer(&mut self, of: Layer) -> Result<Bytes, TransportError> {
         let mut landed = 0;
-        let mut rest = self.units(layer, part);
+        let mut rest = self.units(of);
         while !rest.is_empty() {
             // A fault may hit any unit of the layer, so then all of them are one batch.
             let most = match (self.room.faulty(), self.job.digest) {
@@ -173,19 +187,15 @@ impl<'a> Task<'a> {
                 (false, false) => BATCH,
             };
             let later = rest.split_off(cut(&rest, most));
-            landed += self.batch(layer, part, rest)?;
+            landed += self.batch(of, rest)?;
             rest = later;
         }
         Ok(Bytes(landed))
     }
 
     /// Copies these units, then digests them.
-    fn batch(
-        &mut self,
-        layer: LayerId,
-        part: Part,
-        units: Vec<(usize, Unit<'a>)>,
-    ) -> Result<u64, TransportError> {
+    fn batch(&mut self, of: Layer, units: Vec<(usize, Unit<'a>)>) -> Result<u64, TransportError> {
+        let (layer, part, _) = of;
         let steps = self.steps(layer, part, &units)?;
         let spots = || {
             let spot = |(i, unit): &(usize, Unit<'_>)| {
@@ -207,12 +217,12 @@ impl<'a> Task<'a> {
 
     /// The next units of all legs, which are those of this layer and part: plans have the order of the shape. The
     /// first ones of all legs come first, then the second ones: they read the same source pages.
-    fn units(&mut self, layer: LayerId, part: Part) -> Vec<(usize, Unit<'a>)> {
+    fn units(&mut self, of: Layer) -> Vec<(usize, Unit<'a>)> {
         let mut units = Vec::new();
         for (i, course) in self.courses.iter_mut().enumerate() {
             let plan = &course.leg.plan;
             let mut turn = 0_u64;
-            while let Some(unit) = plan.unit(course.next).filter(|u| (u.layer, u.part) == (layer, part)) {
+            while let Some(unit) = plan.unit(course.next).filter(|u| (u.layer, u.part, u.channels) == of) {
                 units.push((turn, i, unit));
                 course.next += 1;
                 turn += 1;
@@ -233,7 +243,11 @@ impl<'a> Task<'a> {
         for (i, unit) in units {
             let Some(layout) = self.room.grant().pair.src().part(part) else { continue };
             let (src, dst) = (self.view.region(layer, part)?, self.courses[*i].arena.region(layer, part)?);
-            let pages = unit.runs.iter().map(|run| layout.page(run.src_row));
+            let pages = unit.runs.iter().map(|run| match (part.is_state(), layout.page(run.src_row)) {
+                // A slot's rows are its window, as a page's rows are the page.
+                (true, page) => Place::Slot(SlotId(page.0)),
+                (false, page) => Place::Page(page),
+            });
             steps.extend(pages.zip(unit.moves(src, dst)).map(|(page, m)| Step { page, leg: *i, m }));
         }
         steps.sort_by_key(|step| step.page);
@@ -264,12 +278,20 @@ impl<'a> Task<'a> {
     /// Fails unless the page of these steps has the generation that the source offered for each leg.
     fn unchanged(&self, steps: &[Step]) -> Result<(), TransportError> {
         for Step { page, leg, .. } in steps.chunk_by(|a, b| a.leg == b.leg).filter_map(<[Step]>::first) {
-            let found = self.view.generation(*page)?;
-            match self.courses[*leg].generations.get(page) {
-                Some(expected) if *expected == found => {}
-                Some(&expected) => return Err(TransportError::StalePage { page: *page, expected, found }),
-                None => {
-                    let reason = format!("source page {page} is in the plan, but not in `source_pages`");
+            let found = match page {
+                Place::Page(page) => self.view.generation(*page)?,
+                Place::Slot(slot) => self.view.slot_generation(*slot)?,
+            };
+            match (self.courses[*leg].generations.get(page), page) {
+                (Some(expected), _) if *expected == found => {}
+                (Some(&expected), Place::Page(page)) => {
+                    return Err(TransportError::StalePage { page: *page, expected, found });
+                }
+                (Some(&expected), Place::Slot(slot)) => {
+                    return Err(TransportError::StaleSlot { slot: *slot, expected, found });
+                }
+                (None, place) => {
+                    let reason = format!("source {place:?} is in the plan, but not offered with the leg");
                     return Err(TransportError::Invalid { key: self.job.key, reason });
                 }
             }
@@ -323,12 +345,27 @@ mod tests {
         let (table, ranks) = (PageTable([PageId(3)].into()), vec![RankId(0)]);
         let landed = Arc::new(drop);
         local
-            .grant(Grant { key, generation, peer, pair, table, tokens, ranks, digest: true, landed })
+            .grant(Grant {
+                key,
+                generation,
+                peer,
+                pair,
+                table,
+                slot: None,
+                tokens,
+                ranks,
+                digest: true,
+                landed,
+            })
             .unwrap();
         let room = local.room(key, generation, peer).unwrap();
 
-        let leg =
-            Leg { target: RankId(0), plan: Arc::default(), source_pages: vec![(PageId(1), Generation(0))] };
+        let leg = Leg {
+            target: RankId(0),
+            plan: Arc::default(),
+            source_pages: vec![(PageId(1), Generation(0))],
+            source_slot: None,
+        };
         let job = Job { key, generation, source: RankId(0), tokens, digest: true, legs: vec![leg] };
         let courses = vec![Course::new(&room, &job, &job.legs[0]).unwrap()];
         let task = Task { job: &job, view: &view, room: &room, stop: &Stop::default(), courses };
@@ -336,7 +373,7 @@ mod tests {
             let strides = |offset| Strides { offset, row: Bytes(8), block: Bytes(8) };
             let m =
                 StridedMove { src: strides(row), dst: strides(offset), len: Bytes(8), rows: 1, blocks: 1 };
-            Step { page: PageId(1), leg: 0, m }
+            Step { page: Place::Page(PageId(1)), leg: 0, m }
         };
         task.sweep(&[to(Bytes(row.0 + 64))]).unwrap();
         let word = layout.generation_offset(PageId(1)).unwrap();

@@ -58,6 +58,7 @@ fn world_of(limits: Limits, elems: u32) -> World {
         peer: PEER,
         pair: Arc::new(Pair::new(shape, place.clone(), place).unwrap()),
         table: PageTable([kvferry_plan::PageId(5), kvferry_plan::PageId(2)].into()),
+        slot: None,
         tokens: leg.tokens,
         ranks: vec![RankId(0)],
         digest: true,

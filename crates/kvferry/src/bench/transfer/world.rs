@@ -188,6 +188,7 @@ impl<'a> World<'a> {
             peer: SOURCE,
             pair: Arc::clone(&self.case.pair),
             table: self.case.to.clone(),
+            slot: None,
             tokens: TokenRange::new(0, self.case.tokens),
             ranks: self.case.target_ranks(),
             digest,
@@ -252,7 +253,7 @@ impl<'a> World<'a> {
             let plan = case.plan(source, target, tokens)?;
             if !plan.is_empty() {
                 let source_pages = case.from.0.iter().map(|page| (*page, Generation(0))).collect();
-                legs.push(Leg { target, plan: Arc::new(plan), source_pages });
+                legs.push(Leg { target, plan: Arc::new(plan), source_pages, source_slot: None });
             }
         }
         Ok(Job { key, generation: GENERATION, source, tokens, digest, legs })
