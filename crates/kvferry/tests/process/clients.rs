@@ -62,6 +62,8 @@ fn leave(transport: &str) {
     let (fleet, mut alone) = (Fleet::start(), Alone::start());
     // Every prompt moves whole, so that there is time to leave.
     let common = ["--transport", transport, "--throttle", "1048576", "--chunk", "16", "--no-prefix-cache"];
+    // Which one long answer fills, so that the next request waits.
+    let common = [&common[..], &["--pool-tokens", "4096"]].concat();
     let prefill = fleet.peer("prefill", "prefill", &[&common[..], &["--layout", "tp=2"]].concat());
     let decode = fleet.peer("decode", "decode", &[&common[..], &["--layout", "tp=4,dcp=4"]].concat());
     let (runtime, peers) = (&fleet.runtime, [&prefill, &decode]);
