@@ -117,15 +117,29 @@ impl Arena {
     /// Copies `m` from `source` to here.
     ///
     /// # Errors
-    /// [`ArenaError::OutOfBounds`] when it leaves either arena; then nothing was copied.
+    /// As [`copy_in_turns`].
     pub fn copy_from(
         &self,
         source: &(impl Memory + ?Sized),
         m: &StridedMove,
         stores: Stores,
     ) -> Result<(), ArenaError> {
-        simd::copy(source.mapping(), &self.mapping, m, stores)
+        copy_in_turns(source, [(self, m)], stores)
     }
+}
+
+/// Copies from `source` to several arenas, a piece of each move in turn: moves that take turns with the rows of the
+/// same pages read these pages once, from their first byte to their last.
+///
+/// # Errors
+/// [`ArenaError::OutOfBounds`] when a move leaves either arena; then nothing was copied.
+pub fn copy_in_turns<'a>(
+    source: &(impl Memory + ?Sized),
+    moves: impl IntoIterator<Item = (&'a Arena, &'a StridedMove)>,
+    stores: Stores,
+) -> Result<(), ArenaError> {
+    let moves = moves.into_iter().map(|(target, m)| (&target.mapping, m));
+    simd::copy(source.mapping(), moves, stores)
 }
 
 /// What the machine can give without swapping, if it says so.

@@ -2,9 +2,11 @@
 
 #![forbid(unsafe_code)]
 
+use std::ops::Range;
+
 use kvferry_plan::{PartDigest, Plan, RankId, RoomKey, Unit, UnitId};
 
-use crate::{ArenaError, Memory, Pieces, Side};
+use crate::{ArenaError, Memory, RowHasher, Side, UnitRead, read_units};
 
 /// The digest of one unit, tokens in order, then heads.
 ///
@@ -16,12 +18,23 @@ pub fn digest_unit(
     unit: &Unit<'_>,
     id: UnitId,
 ) -> Result<u64, ArenaError> {
-    let region = memory.region(unit.layer, unit.part)?;
-    let mut hasher = id.hasher();
-    for pieces in Pieces::of_unit(unit, side, region) {
-        memory.hash(&pieces, &mut hasher)?;
-    }
+    let mut hasher = RowHasher::new(id, unit.bytes());
+    digest_rows(memory, side, unit, 0..unit.rows(), &mut hasher)?;
     Ok(hasher.digest())
+}
+
+/// Feeds rows `rows` of a unit, counted in token order, to `hasher`.
+///
+/// # Errors
+/// As [`digest_unit`].
+pub fn digest_rows(
+    memory: &(impl Memory + ?Sized),
+    side: Side,
+    unit: &Unit<'_>,
+    rows: Range<u64>,
+    hasher: &mut RowHasher,
+) -> Result<(), ArenaError> {
+    read_units(memory, side, vec![UnitRead { unit: *unit, rows, into: None, hasher: Some(hasher) }])
 }
 
 /// What a manifest says of a plan between a source rank and `target`, from the memory of one side.
@@ -51,10 +64,23 @@ pub fn digest_plans(
     let mut parts = vec![Vec::new(); plans.len()];
     let most = plans.iter().map(|(_, plan)| plan.unit_count()).max().unwrap_or(0);
     for index in 0..most {
-        for ((target, plan), parts) in plans.iter().zip(&mut parts) {
-            let Some(unit) = plan.unit(index) else { continue };
-            let digest = digest_unit(memory, side, &unit, UnitId::new(key, *target, &unit))?;
-            PartDigest::add(parts, unit.part, digest, unit.bytes());
+        let mut units = Vec::with_capacity(plans.len());
+        for (target, plan) in plans {
+            let unit = plan.unit(index);
+            units.push(
+                unit.map(|unit| (unit, RowHasher::new(UnitId::new(key, *target, &unit), unit.bytes()))),
+            );
+        }
+        let reads = units.iter_mut().flatten().map(|(unit, hasher)| UnitRead {
+            unit: *unit,
+            rows: 0..unit.rows(),
+            into: None,
+            hasher: Some(hasher),
+        });
+        read_units(memory, side, reads.collect())?;
+        for (unit, parts) in units.iter().zip(&mut parts) {
+            let Some((unit, hasher)) = unit else { continue };
+            PartDigest::add(parts, unit.part, hasher.digest(), unit.bytes());
         }
     }
     Ok(parts)

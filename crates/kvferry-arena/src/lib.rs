@@ -6,7 +6,8 @@
 //! reference to shared bytes is ever formed, because another process may write them at any time.
 //!
 //! Addresses come from `kvferry-plan`: a [`kvferry_plan::StridedMove`] copies between two arenas, [`Pieces`] are the
-//! rows of a unit on one [`Side`], to gather, scatter or digest. Everything is bounds-checked.
+//! rows of a unit on one [`Side`]. [`read_units`] packs and digests units, several in one sweep. Everything is
+//! bounds-checked.
 //!
 //! *Not* for deciding what may be copied where (`kvferry-plan`, `kvferry-session`) and not a general allocator.
 //!
@@ -38,14 +39,16 @@ mod io;
 mod memory;
 mod mmap;
 mod pieces;
+mod read;
 mod simd;
 mod view;
 
-pub use arena::Arena;
-pub use digest::{digest_plan, digest_plans, digest_unit};
+pub use arena::{Arena, copy_in_turns};
+pub use digest::{digest_plan, digest_plans, digest_rows, digest_unit};
 pub use error::ArenaError;
 pub use io::{Span, Wait};
 pub use memory::Memory;
 pub use pieces::{Pieces, Side};
-pub use simd::Stores;
+pub use read::{UnitRead, read_units};
+pub use simd::{RowHasher, Stores};
 pub use view::ArenaView;

@@ -4,7 +4,7 @@
 
 use std::os::fd::BorrowedFd;
 
-use kvferry_plan::{Bytes, Generation, LayerId, PageId, Part, PoolLayout, Region, SlotId, UnitHasher};
+use kvferry_plan::{Bytes, Generation, LayerId, PageId, Part, PoolLayout, Region, SlotId};
 
 use crate::{ArenaError, Pieces, Span, io, mmap::Mapping, simd};
 
@@ -63,7 +63,8 @@ pub trait Memory: Mapped + Send + Sync + std::fmt::Debug {
     /// # Errors
     /// [`ArenaError::Length`] unless `out` has exactly the bytes of the pieces, [`ArenaError::OutOfBounds`].
     fn gather(&self, pieces: &Pieces, out: &mut [u8]) -> Result<(), ArenaError> {
-        simd::gather(self.mapping(), pieces, out)
+        let read = simd::Read { pieces: *pieces, into: Some(out), hasher: None };
+        simd::read(self.mapping(), &mut [read])
     }
 
     /// Sends bytes of `spans`, in order, over a stream socket, straight from this memory. One call: returns how many
@@ -73,21 +74,5 @@ pub trait Memory: Mapped + Send + Sync + std::fmt::Debug {
     /// [`ArenaError::OutOfBounds`], [`ArenaError::Socket`].
     fn send_to(&self, socket: BorrowedFd<'_>, spans: &[Span]) -> Result<usize, ArenaError> {
         io::send(self.mapping(), socket, spans)
-    }
-
-    /// Feeds `pieces`, in order, to `hasher`.
-    ///
-    /// # Errors
-    /// [`ArenaError::OutOfBounds`].
-    fn hash(&self, pieces: &Pieces, hasher: &mut UnitHasher) -> Result<(), ArenaError> {
-        // The hasher wants a slice, so bytes go through a private buffer that stays in the first-level cache.
-        const BUFFER: usize = 16 << 10;
-        let mut buffer = [0_u8; BUFFER];
-        for part in pieces.parts(Bytes(BUFFER as u64)) {
-            let bytes = &mut buffer[..part.bytes().index()];
-            simd::gather(self.mapping(), &part, bytes)?;
-            hasher.update(bytes);
-        }
-        Ok(())
     }
 }

@@ -29,18 +29,8 @@ pub struct Pieces {
 }
 
 impl Pieces {
-    /// All rows of `unit` on one side, as few and as long as they lie there. Rows that `region` does not have lie
-    /// outside every arena.
-    pub fn of_unit<'a>(
-        unit: &Unit<'a>,
-        side: Side,
-        region: &'a Region,
-    ) -> impl Iterator<Item = Self> + use<'a> {
-        Self::of_rows(unit, side, region, 0..u64::MAX)
-    }
-
-    /// As [`Pieces::of_unit`], but only rows `rows` of the unit, counted in token order: for a unit that is larger
-    /// than a frame.
+    /// Rows `rows` of `unit` on one side, counted in token order, as few pieces and as long as they lie there. Rows that
+    /// `region` does not have lie outside every arena.
     pub fn of_rows<'a>(
         unit: &Unit<'a>,
         side: Side,
@@ -79,26 +69,6 @@ impl Pieces {
     #[must_use]
     pub fn bytes(&self) -> Bytes {
         Bytes(self.len.0.saturating_mul(self.rows).saturating_mul(self.blocks))
-    }
-
-    /// The same bytes in the same order, in parts of at most `most` bytes, which is at least 1.
-    pub fn parts(&self, most: Bytes) -> impl Iterator<Item = Self> + use<> {
-        let (all, most) = (*self, most.0.max(1));
-        let rows = (most / all.len.0.max(1)).max(1);
-        let blocks = if all.len.0 == 0 { 0 } else { all.blocks };
-        (0..blocks).flat_map(move |b| {
-            (0..all.rows.div_ceil(rows)).flat_map(move |n| {
-                let first = n * rows;
-                let count = rows.min(all.rows - first);
-                let at = all.strides.at(b, first);
-                (0..all.len.0.div_ceil(most)).map(move |k| Self {
-                    strides: Strides { offset: Bytes(at.0.saturating_add(k * most)), ..all.strides },
-                    len: Bytes(most.min(all.len.0 - k * most)),
-                    rows: count,
-                    blocks: 1,
-                })
-            })
-        })
     }
 
     /// Offsets of the pieces, in order.

@@ -34,6 +34,12 @@ impl UnitId {
         Self { seed: XxHash3_64::oneshot(&bytes) }
     }
 
+    /// The seed of the unit's digest, for whoever computes XXH3-64 in another way.
+    #[must_use]
+    pub fn seed(self) -> u64 {
+        self.seed
+    }
+
     /// A hasher for the unit's bytes.
     #[must_use]
     pub fn hasher(self) -> UnitHasher {

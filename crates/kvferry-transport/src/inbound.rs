@@ -3,7 +3,7 @@
 use std::{io::ErrorKind, sync::Arc};
 
 use kvferry_arena::{ArenaError, Span};
-use kvferry_plan::{Bytes, Incarnation};
+use kvferry_plan::Incarnation;
 
 use crate::{
     Refusal, TransportError,
@@ -61,26 +61,20 @@ impl Inbound {
     /// that are still to come: all of them when it is not, the rest when the room was fenced meanwhile.
     pub(crate) fn land_from(&mut self, socket: &Socket, units: &Units, len: usize) -> Result<Left, Lost> {
         let Some((_, Ok(landing))) = self.legs.last_mut() else { return Ok(Left::Dropped(len)) };
-        let Some(places) = landing.places(units) else { return Ok(Left::ToLand) };
+        let Some(mut places) = landing.places(units) else { return Ok(Left::ToLand) };
         let mut left = len;
-        let mut rest = places.as_slice();
-        // Of the first place so many bytes are filled.
-        let mut filled = 0;
         let error = loop {
-            let Some((first, more)) = rest.split_first() else {
+            if places.is_empty() {
                 match landing.landed(units, len as u64) {
                     Ok(()) => return Ok(Left::Dropped(0)),
                     Err(error) => break error,
                 }
-            };
-            let part = Span { offset: Bytes(first.offset.0 + filled), len: Bytes(first.len.0 - filled) };
-            match landing.receive(socket.fd(), &[part]) {
+            }
+            match landing.receive(socket.fd(), &places) {
                 Ok(0) => return Err(Lost::Cut),
                 Ok(n) => {
-                    (left, filled) = (left.saturating_sub(n), filled + n as u64);
-                    if filled == first.len.0 {
-                        (rest, filled) = (more, 0);
-                    }
+                    left = left.saturating_sub(n);
+                    shorten(&mut places, n as u64);
                 }
                 Err(TransportError::Arena(ArenaError::Socket(error))) => match error.kind() {
                     ErrorKind::WouldBlock => socket.readable()?,
@@ -178,6 +172,16 @@ impl Inbound {
         }
         refusal
     }
+}
+
+/// Takes away the first `filled` bytes of `places`.
+fn shorten(places: &mut Vec<Span>, mut filled: u64) {
+    places.retain_mut(|place| {
+        let here = filled.min(place.len.0);
+        filled -= here;
+        (place.offset.0, place.len.0) = (place.offset.0 + here, place.len.0 - here);
+        place.len.0 > 0
+    });
 }
 
 /// What is to be done with the payload that has not been received.
@@ -291,6 +295,24 @@ mod tests {
         assert!(pool() == fenced);
         assert_eq!(local.stats().landed, Bytes(128));
         assert_eq!(local.stats().legs, 0);
+    }
+
+    /// A leg that was begun and never ended holds its room in memory; that is no grant.
+    #[test]
+    fn a_revoked_room_with_an_open_leg_is_not_granted() {
+        let (local, _) = local();
+        let mut inbound = Inbound::new(Arc::clone(&local), PEER);
+        let leg = LegId {
+            key: key(1),
+            generation: Generation(1),
+            source: RankId(0),
+            target: RankId(0),
+            tokens: TokenRange::new(0, TOKENS),
+        };
+        assert!(inbound.accepts(&leg, &Units { first: 0, count: 1, row: 0, rows: None }, 128));
+        assert_eq!(local.stats().grants, 1);
+        local.revoke(leg.key, leg.generation);
+        assert_eq!(local.stats().grants, 0);
     }
 
     proptest! {

@@ -1,9 +1,9 @@
 //! The source's half of a push: gathers rows of units into frames.
 
-use std::{ops::Range, time::Instant};
+use std::time::Instant;
 
-use kvferry_arena::{Arena, Memory, Pieces, Side};
-use kvferry_plan::{Bytes, PartDigest, Unit, UnitHasher, UnitId};
+use kvferry_arena::{Arena, RowHasher, Side, UnitRead, read_units};
+use kvferry_plan::{Bytes, PartDigest, Unit, UnitId};
 
 use crate::{
     Job, Leg, LegReport, TransportError,
@@ -11,9 +11,9 @@ use crate::{
     wire::{LegId, MAX_PAYLOAD, Units},
 };
 
-/// What all legs of a job together have in frames that are not sent yet; it stays near the processor, and so do the
-/// source rows that the next leg reads beside those of this one.
-const STAGE: u64 = 768 << 10;
+/// What all legs of a job together have in frames that are not sent yet. Smaller ones stay nearer to the processor and
+/// cost more calls.
+const STAGE: u64 = 1536 << 10;
 /// A leg's part of it, at least.
 const FRAME: u64 = 64 << 10;
 
@@ -27,8 +27,8 @@ pub(crate) trait Sink {
     fn settle(&mut self, job: &Job, first: u64) -> Result<(), TransportError>;
 }
 
-/// Sends all legs of `job` from `arena` to `sink`, in one sweep: a frame of each leg in turn, so that legs that read
-/// the same pages come to them at the same time.
+/// Sends all legs of `job` from `arena` to `sink`, in one sweep: a unit of each leg in turn goes into its frame, so that
+/// legs that read the same pages come to them at the same time.
 pub(crate) fn push(
     job: &Job,
     arena: &Arena,
@@ -44,11 +44,7 @@ pub(crate) fn push(
     loop {
         let mut more = false;
         // Frames of one unit each would do; as many as fit save calls.
-        while outs.iter().any(|out| !out.full()) {
-            for out in &mut outs {
-                out.gather(job, arena)?;
-            }
-        }
+        while gather(&mut outs, job, arena)? {}
         for out in &mut outs {
             stop.check()?;
             more |= out.send(sink, job, arena, stop)?;
@@ -115,20 +111,6 @@ impl<'a> Out<'a> {
         self.next().is_none_or(|unit| self.used as u64 + unit.bytes().0 > self.most)
     }
 
-    /// Adds a unit to the frame, if there is one that fits.
-    fn gather(&mut self, job: &Job, arena: &Arena) -> Result<(), TransportError> {
-        let Some(unit) = self.next().filter(|_| !self.full()) else { return Ok(()) };
-        let start = self.used;
-        self.rows(&unit, 0..unit.rows(), arena)?;
-        let mut hasher = self.hasher(job, &unit);
-        if let Some(hasher) = &mut hasher {
-            hasher.update(&self.stage[start..self.used]);
-        }
-        self.count += 1;
-        self.done(&unit, hasher);
-        Ok(())
-    }
-
     /// Sends the frame, or else a unit that is larger than one, some rows at a time. False when the leg has no more.
     fn send(
         &mut self,
@@ -153,40 +135,56 @@ impl<'a> Out<'a> {
         while at < unit.rows() {
             stop.check()?;
             let end = (at + rows).min(unit.rows());
-            self.rows(&unit, at..end, arena)?;
-            let payload = &self.stage[..self.used];
-            if let Some(hasher) = &mut hasher {
-                hasher.update(payload);
-            }
+            let payload = reserve(self.stage, 0, Bytes((end - at) * row.0));
+            let read = UnitRead { unit, rows: at..end, into: Some(&mut *payload), hasher: hasher.as_mut() };
+            read_units(arena, Side::Source, vec![read])?;
             let units = Units { first: self.first, count: 1, row: at, rows: Some(end - at) };
             sink.units(&self.id, &units, payload)?;
-            (at, self.used) = (end, 0);
+            at = end;
         }
         self.first += 1;
-        self.done(&unit, hasher);
+        self.done(&unit, hasher.as_ref());
         Ok(self.next().is_some())
     }
 
-    /// Appends rows to the payload.
-    fn rows(&mut self, unit: &Unit<'_>, rows: Range<u64>, arena: &Arena) -> Result<(), TransportError> {
-        let region = arena.region(unit.layer, unit.part)?;
-        for pieces in Pieces::of_rows(unit, Side::Source, region, rows) {
-            let end = self.used + pieces.bytes().index();
-            if self.stage.len() < end {
-                self.stage.resize(end, 0);
-            }
-            arena.gather(&pieces, &mut self.stage[self.used..end])?;
-            self.used = end;
-        }
-        Ok(())
+    fn hasher(&self, job: &Job, unit: &Unit<'_>) -> Option<RowHasher> {
+        job.digest.then(|| RowHasher::new(UnitId::new(job.key, self.leg.target, unit), unit.bytes()))
     }
 
-    fn hasher(&self, job: &Job, unit: &Unit<'_>) -> Option<UnitHasher> {
-        job.digest.then(|| UnitId::new(job.key, self.leg.target, unit).hasher())
-    }
-
-    fn done(&mut self, unit: &Unit<'_>, hasher: Option<UnitHasher>) {
-        let sum = hasher.map_or(0, |hasher| hasher.digest());
+    fn done(&mut self, unit: &Unit<'_>, hasher: Option<&RowHasher>) {
+        let sum = hasher.map_or(0, RowHasher::digest);
         PartDigest::add(&mut self.parts, unit.part, sum, unit.bytes());
     }
+}
+
+/// Adds a unit of each leg to its frame, where there is one that fits; false when there was none. The units are read in
+/// one sweep.
+fn gather(outs: &mut [Out<'_>], job: &Job, arena: &Arena) -> Result<bool, TransportError> {
+    let mut units: Vec<_> = outs
+        .iter()
+        .map(|out| out.next().filter(|_| !out.full()).map(|unit| (unit, out.hasher(job, &unit))))
+        .collect();
+    let mut reads = Vec::with_capacity(units.len());
+    for (out, unit) in outs.iter_mut().zip(&mut units) {
+        let Some((unit, hasher)) = unit else { continue };
+        let into = reserve(out.stage, out.used, unit.bytes());
+        reads.push(UnitRead { unit: *unit, rows: 0..unit.rows(), into: Some(into), hasher: hasher.as_mut() });
+    }
+    read_units(arena, Side::Source, reads)?;
+    for (out, unit) in outs.iter_mut().zip(&units) {
+        let Some((unit, hasher)) = unit else { continue };
+        out.used += unit.bytes().index();
+        out.count += 1;
+        out.done(unit, hasher.as_ref());
+    }
+    Ok(units.iter().any(Option::is_some))
+}
+
+/// `len` bytes of a buffer that only grows, from `start` on.
+fn reserve(stage: &mut Vec<u8>, start: usize, len: Bytes) -> &mut [u8] {
+    let end = start + len.index();
+    if stage.len() < end {
+        stage.resize(end, 0);
+    }
+    &mut stage[start..end]
 }

@@ -8,16 +8,16 @@ use std::{
     time::Instant,
 };
 
-use kvferry_arena::{Arena, ArenaError, Memory, Pieces, Side, Span, Wait};
+use kvferry_arena::{Arena, ArenaError, Memory, Pieces, RowHasher, Side, Span, Wait, digest_rows};
 use kvferry_plan::{
     Bytes, End, PageId, PageTable, Pair, Part, PartDigest, Plan, RankId, Row, SlotId, Token, TokenRange,
-    Unit, UnitHasher, UnitId,
+    Unit, UnitId,
 };
 
 use crate::{
     Grant, Inject, Landed, LegReport, Refusal, TransportError,
     inject::{Faults, Spot},
-    stats::{Counters, Gauge, add},
+    stats::{Counters, add},
     wire::Units,
 };
 
@@ -41,7 +41,6 @@ pub(crate) struct Room {
     live: RwLock<bool>,
     faults: Option<Faults>,
     counters: Arc<Counters>,
-    _granted: Gauge,
 }
 
 impl Room {
@@ -58,7 +57,6 @@ impl Room {
             live: RwLock::new(true),
             faults: inject.map(|inject| Faults::new(inject, several)),
             counters: Arc::clone(counters),
-            _granted: Gauge::new(counters, |c| &c.grants),
         }
     }
 
@@ -178,7 +176,7 @@ pub(crate) struct Landing {
     /// The unit and row that must come next.
     next: (u64, u64),
     /// Of a unit that has not come completely.
-    hasher: Option<UnitHasher>,
+    hasher: Option<RowHasher>,
     parts: Vec<PartDigest>,
     started: Instant,
 }
@@ -239,19 +237,31 @@ impl Landing {
         if self.room.faulty() {
             return None;
         }
-        let (mut places, mut long) = (Vec::new(), true);
+        let (mut places, mut long) = (Vec::<Span>::new(), true);
         self.each(units, |unit, rows| {
             let region = self.arena.region(unit.layer, unit.part)?;
             for pieces in Pieces::of_rows(unit, Side::Target, region, rows) {
-                long &= pieces.len.0 >= PLACE;
-                if long {
-                    places.extend(pieces.offsets().map(|offset| Span { offset, len: pieces.len }));
+                for offset in pieces.offsets() {
+                    match places.last_mut() {
+                        // Rows of several source pages lie side by side on one target page.
+                        Some(place) if place.offset.0.checked_add(place.len.0) == Some(offset.0) => {
+                            place.len.0 += pieces.len.0;
+                        }
+                        _ => {
+                            long &= places.last().is_none_or(|done| done.len.0 >= PLACE);
+                            places.push(Span { offset, len: pieces.len });
+                        }
+                    }
+                    if !long {
+                        return Ok(());
+                    }
                 }
             }
             Ok(())
         })
-        .is_ok_and(|()| long)
-        .then_some(places)
+        .ok()?;
+        long &= places.last().is_none_or(|done| done.len.0 >= PLACE);
+        long.then_some(places)
     }
 
     /// Receives what has come for `places`, in order, without waiting; a fence waits for this call.
@@ -331,11 +341,8 @@ impl Landing {
             let mut sum = 0;
             if self.room.grant.digest {
                 let id = UnitId::new(self.room.grant.key, self.target, unit);
-                let mut state = hasher.take().unwrap_or_else(|| id.hasher());
-                let region = self.arena.region(unit.layer, unit.part)?;
-                for pieces in Pieces::of_rows(unit, Side::Target, region, rows) {
-                    self.arena.hash(&pieces, &mut state)?;
-                }
+                let mut state = hasher.take().unwrap_or_else(|| RowHasher::new(id, unit.bytes()));
+                digest_rows(&*self.arena, Side::Target, unit, rows, &mut state)?;
                 if last {
                     sum = state.digest();
                 } else {

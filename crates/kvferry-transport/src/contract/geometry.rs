@@ -63,12 +63,20 @@ pub fn chunked(start: Start<'_>) {
     }
 }
 
+/// Rows long enough to be received straight into the pool, where those of several source pages adjoin, and a last page
+/// that is not full.
+pub fn long_runs(start: Start<'_>) {
+    let geometry =
+        Geometry { shape: CacheShape::mla(2, 576), source: "tp=1,page=64", target: "tp=4,dcp=4,page=64" };
+    check(start, &geometry, 601, &[TokenRange::new(0, 600), TokenRange::new(600, 601)], 64);
+}
+
 /// Units that are larger than a frame are split by rows.
 pub fn large_units(start: Start<'_>) {
-    // 4 KiB of each head and row, 200 rows and more a page: 0.8 MB a unit.
+    // 4 KiB of each head and row, 450 rows and more a page: 1.8 MB a unit.
     let geometry =
-        Geometry { shape: CacheShape::gqa(1, 2, 2048), source: "tp=2,page=200", target: "tp=1,page=256" };
-    check(start, &geometry, 330, &[TokenRange::new(0, 330)], 6);
+        Geometry { shape: CacheShape::gqa(1, 2, 2048), source: "tp=2,page=450", target: "tp=1,page=512" };
+    check(start, &geometry, 700, &[TokenRange::new(0, 700)], 6);
 }
 
 /// The same chunk twice leaves the same bytes and the same reports.

@@ -19,7 +19,7 @@ use std::sync::Arc;
 
 use crate::{Setup, Transport, TransportError};
 
-pub use geometry::{chunked, concurrent, exact, large_units, repeated};
+pub use geometry::{chunked, concurrent, exact, large_units, long_runs, repeated};
 pub use lifecycle::{bounded, cancelled, closed, forgotten, gone, nothing_left, paced, restarted};
 pub use safety::{faults, fence, grants, refused, stale_pages, undigested};
 
@@ -43,6 +43,7 @@ pub const CHECKS: &[Check] = &[
     ("gone", gone),
     ("grants", grants),
     ("large_units", large_units),
+    ("long_runs", long_runs),
     ("nothing_left", nothing_left),
     ("paced", paced),
     ("refused", refused),

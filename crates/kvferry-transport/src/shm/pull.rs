@@ -2,7 +2,7 @@
 
 use std::{collections::BTreeMap, io, sync::Arc, time::Instant};
 
-use kvferry_arena::{Arena, ArenaView, Memory, Side, Stores, digest_unit};
+use kvferry_arena::{Arena, ArenaView, Memory, Side, Stores, copy_in_turns, digest_unit};
 use kvferry_plan::{
     Bytes, Generation, Incarnation, LayerId, PageId, Part, PartDigest, RankId, RoomKey, SlotId, StridedMove,
     Unit, UnitId,
@@ -256,20 +256,12 @@ impl<'a> Task<'a> {
 
     /// Executes steps page by page, and checks each page before and after.
     fn sweep(&self, steps: &[Step]) -> Result<(), TransportError> {
-        let mut pages = steps.chunk_by(|a, b| a.page == b.page).peekable();
-        while let Some(page) = pages.next() {
-            let stores = match pages.peek() {
-                // Through the cache when a digest reads the bytes next, past it when nobody does soon.
-                Some(next) => {
-                    let ahead = start(next).wrapping_sub(start(page)).cast_signed();
-                    if self.job.digest { Stores::Fetching { ahead } } else { Stores::Streaming { ahead } }
-                }
-                None => Stores::Cached,
-            };
+        // Through the cache when a digest reads the bytes next, past it when nobody does soon.
+        let stores = if self.job.digest { Stores::Cached } else { Stores::Streaming };
+        for page in steps.chunk_by(|a, b| a.page == b.page) {
             self.unchanged(page)?;
-            for step in page {
-                self.courses[step.leg].arena.copy_from(self.view, &step.m, stores)?;
-            }
+            let moves = page.iter().map(|step| (&*self.courses[step.leg].arena, &step.m));
+            copy_in_turns(self.view, moves, stores)?;
             self.unchanged(page)?;
         }
         Ok(())
@@ -308,11 +300,6 @@ fn cut(units: &[(usize, Unit<'_>)], most: u64) -> usize {
         bytes <= most
     };
     units.iter().take_while(fits).count().max(1)
-}
-
-/// First byte of a page's steps.
-fn start(page: &[Step]) -> u64 {
-    page.iter().map(|step| step.m.src.offset.0).min().unwrap_or(0)
 }
 
 #[cfg(test)]

@@ -11,16 +11,23 @@ mod serve;
 mod tests;
 
 use std::{
-    net::{SocketAddr, TcpListener, TcpStream},
+    io,
+    net::{SocketAddr, TcpListener},
     os::fd::AsFd,
     sync::Arc,
 };
 
 use kvferry_plan::{Generation, Incarnation, RankId, RoomKey};
-use rustix::net::sockopt::{set_socket_keepalive, set_tcp_congestion, set_tcp_nodelay};
+use rustix::{
+    io::Errno,
+    net::{
+        AddressFamily, SocketFlags, SocketType, connect, socket_with,
+        sockopt::{Timeout, set_socket_keepalive, set_socket_timeout, set_tcp_congestion, set_tcp_nodelay},
+    },
+};
 
 use crate::{
-    Grant, Link, Mover, PeerAddr, Registration, Setup, Transport, TransportError, TransportStats,
+    Grant, Limits, Link, Mover, PeerAddr, Registration, Setup, Transport, TransportError, TransportStats,
     listener::Listener, local::Local, socket::Socket,
 };
 
@@ -59,6 +66,7 @@ impl Tcp {
         }
         let io = |action| move |source| TransportError::Io { action, source };
         let listener = TcpListener::bind((setup.bind, 0)).map_err(io("listen"))?;
+        tune(&listener);
         let address = listener.local_addr().map_err(io("listen"))?;
         let local = Arc::new(Local::new(setup));
         let listener = Listener::start("kvferry-tcp-in", listener, &local, serve::serve)
@@ -104,13 +112,11 @@ impl Transport for Tcp {
             return Err(refuse(NOT_LOOPBACK));
         }
         let limits = &self.local.setup.limits;
-        let gone = |error: std::io::Error| TransportError::PeerGone {
+        let gone = |error: io::Error| TransportError::PeerGone {
             endpoint: endpoint.clone(),
             reason: error.to_string(),
         };
-        let stream = TcpStream::connect_timeout(&address, limits.connect).map_err(gone)?;
-        tune(&stream);
-        let socket = Socket::new(stream, limits.stall).map_err(gone)?;
+        let socket = connect_to(address, limits).map_err(gone)?;
         socket.greet(self.local.setup.incarnation, peer.incarnation, limits.connect, &endpoint)?;
         let link = link::open(socket, endpoint, Arc::clone(&self.local))
             .map_err(|source| TransportError::Io { action: "start a thread", source })?;
@@ -139,7 +145,26 @@ impl Drop for Tcp {
     }
 }
 
-/// Best effort: a kernel that refuses is slower, nothing else.
+/// Connects in bounded time.
+fn connect_to(address: SocketAddr, limits: &Limits) -> io::Result<Socket> {
+    let family = if address.is_ipv4() { AddressFamily::INET } else { AddressFamily::INET6 };
+    loop {
+        let fd = socket_with(family, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
+        tune(&fd);
+        set_socket_timeout(&fd, Timeout::Send, Some(limits.connect))?;
+        match connect(&fd, &address) {
+            Ok(()) => return Socket::new(fd, limits.stall),
+            // A socket whose connecting was interrupted cannot be asked again.
+            Err(Errno::INTR) => {}
+            // What the kernel calls it when the time is over.
+            Err(Errno::INPROGRESS) => return Err(io::ErrorKind::TimedOut.into()),
+            Err(error) => return Err(error.into()),
+        }
+    }
+}
+
+/// Best effort: a kernel that refuses is slower, nothing else. For sockets that are not connected yet, and for
+/// listening ones, whose connections inherit it: one that has once had a pacing congestion control stays paced.
 fn tune(stream: impl AsFd) {
     let stream = stream.as_fd();
     // Answers are small and somebody waits for each.

@@ -16,7 +16,6 @@ const DRAIN: usize = 64 << 10;
 
 /// Serves one connection until it ends.
 pub(super) fn serve(local: &Arc<Local>, socket: &Socket) -> Result<(), Lost> {
-    super::tune(socket.fd());
     let setup = &local.setup;
     let Some(peer) = socket.welcome(setup.incarnation, None, setup.limits.connect)? else {
         add(&local.counters.turned_away, 1);

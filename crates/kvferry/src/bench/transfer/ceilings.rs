@@ -2,15 +2,18 @@
 
 use std::{
     net::{TcpListener, TcpStream},
-    os::fd::AsFd,
+    os::fd::{AsFd, OwnedFd},
     sync::Arc,
     thread,
     time::{Duration, Instant},
 };
 
-use kvferry_arena::{Arena, ArenaView, Memory, Span, Stores, Wait};
+use kvferry_arena::{Arena, ArenaView, Memory, Span, Stores, Wait, copy_in_turns};
 use kvferry_plan::{Blame, Bytes, LayerId, Part, StridedMove, Strides, TokenRange};
-use rustix::net::sockopt::{set_tcp_congestion, set_tcp_nodelay, tcp_congestion};
+use rustix::net::{
+    AddressFamily, SocketFlags, SocketType, connect, socket_with,
+    sockopt::{set_tcp_congestion, set_tcp_nodelay, tcp_congestion},
+};
 
 use super::world::Case;
 use crate::failure::Failure;
@@ -35,7 +38,7 @@ fn pieces(arenas: &[Arc<Arena>], most: Bytes, piece: u64) -> Vec<(usize, Span)> 
 
 /// One loopback connection that carries nothing but the bytes, from the source's pools to the target's.
 pub(super) struct Loopback {
-    out: TcpStream,
+    out: OwnedFd,
     back: TcpStream,
     pub(super) congestion: String,
 }
@@ -44,15 +47,17 @@ impl Loopback {
     pub(super) fn new() -> Result<Self, Failure> {
         let refused = |e| Failure::new(Blame::Environment, format_args!("loopback TCP: {e}"));
         let listener = TcpListener::bind("127.0.0.1:0").map_err(refused)?;
-        let out = TcpStream::connect(listener.local_addr().map_err(refused)?).map_err(refused)?;
-        let (back, _) = listener.accept().map_err(refused)?;
-        for stream in [&out, &back] {
-            let _ = set_tcp_nodelay(stream, true);
-            // As the transport does.
-            if set_tcp_congestion(stream, "cubic").is_err() {
-                let _ = set_tcp_congestion(stream, "reno");
+        let out = socket_with(AddressFamily::INET, SocketType::STREAM, SocketFlags::CLOEXEC, None)
+            .map_err(|e| refused(e.into()))?;
+        // As the transport does, before there is a connection that could be paced.
+        for socket in [listener.as_fd(), out.as_fd()] {
+            let _ = set_tcp_nodelay(socket, true);
+            if set_tcp_congestion(socket, "cubic").is_err() {
+                let _ = set_tcp_congestion(socket, "reno");
             }
         }
+        connect(&out, &listener.local_addr().map_err(refused)?).map_err(|e| refused(e.into()))?;
+        let (back, _) = listener.accept().map_err(refused)?;
         let congestion = tcp_congestion(&out).map_err(|e| refused(e.into()))?;
         Ok(Self { out, back, congestion })
     }
@@ -154,15 +159,9 @@ impl<'a> FanOut<'a> {
 
     pub(super) fn run(&self) -> Result<Duration, Failure> {
         let started = Instant::now();
-        let mut pages = self.steps.chunk_by(|a, b| (a.source, a.page) == (b.source, b.page)).peekable();
-        while let Some(page) = pages.next() {
-            let start = |steps: &[Step]| steps.first().map_or(0, |s| s.m.src.offset.0);
-            let next = pages.peek().filter(|next| next[0].source == page[0].source);
-            let ahead = next.map_or(0, |next| start(next).wrapping_sub(start(page)).cast_signed());
-            for Step { source, target, m, .. } in page {
-                let target = &self.case.targets[*target];
-                target.copy_from(&self.views[*source], m, Stores::Streaming { ahead })?;
-            }
+        for page in self.steps.chunk_by(|a, b| (a.source, a.page) == (b.source, b.page)) {
+            let moves = page.iter().map(|step| (&*self.case.targets[step.target], &step.m));
+            copy_in_turns(&self.views[page[0].source], moves, Stores::Streaming)?;
         }
         Ok(started.elapsed())
     }
