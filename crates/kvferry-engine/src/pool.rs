@@ -11,7 +11,7 @@ use kvferry_plan::{
 
 use crate::{
     EngineError,
-    math::{narrow_bf16, widen_bf16},
+    math::{narrow_bf16, narrow_fp8, widen_bf16, widen_fp8},
 };
 
 /// How this rank holds one part.
@@ -47,9 +47,16 @@ pub(crate) struct Pool {
 #[derive(Debug, Default)]
 pub(crate) struct RowBuffer {
     values: Vec<f32>,
-    narrow: Vec<u16>,
+    narrow: Narrow,
     stride: usize,
     rows: usize,
+}
+
+/// Elements on their way from a pool, as it keeps them.
+#[derive(Debug, Default)]
+struct Narrow {
+    halves: Vec<u16>,
+    bytes: Vec<u8>,
 }
 
 impl RowBuffer {
@@ -160,6 +167,11 @@ impl Pool {
                 narrow_bf16(values, &mut narrow);
                 self.arena.write(offset, bytemuck::cast_slice(&narrow)).map_err(EngineError::from)
             }
+            Dtype::Fp8E4m3 => {
+                let mut narrow = vec![0_u8; values.len()];
+                narrow_fp8(values, &mut narrow);
+                self.arena.write(offset, &narrow).map_err(EngineError::from)
+            }
             other => Err(EngineError::Layout(format!("kv={other} is not built yet"))),
         }
     }
@@ -169,16 +181,22 @@ impl Pool {
         held: &Held,
         offset: Bytes,
         values: &mut [f32],
-        narrow: &mut Vec<u16>,
+        narrow: &mut Narrow,
     ) -> Result<(), EngineError> {
         match held.layout.dtype {
             Dtype::F32 => {
                 self.arena.read(offset, bytemuck::cast_slice_mut(values)).map_err(EngineError::from)
             }
             Dtype::Bf16 => {
-                narrow.resize(values.len(), 0);
-                self.arena.read(offset, bytemuck::cast_slice_mut(narrow))?;
-                widen_bf16(narrow, values);
+                narrow.halves.resize(values.len(), 0);
+                self.arena.read(offset, bytemuck::cast_slice_mut(&mut narrow.halves))?;
+                widen_bf16(&narrow.halves, values);
+                Ok(())
+            }
+            Dtype::Fp8E4m3 => {
+                narrow.bytes.resize(values.len(), 0);
+                self.arena.read(offset, &mut narrow.bytes)?;
+                widen_fp8(&narrow.bytes, values);
                 Ok(())
             }
             other => Err(EngineError::Layout(format!("kv={other} is not built yet"))),
@@ -193,6 +211,12 @@ impl Pool {
                 let mut narrow = vec![0_u16; values.len()];
                 narrow_bf16(values, &mut narrow);
                 widen_bf16(&narrow, values);
+                Ok(())
+            }
+            Dtype::Fp8E4m3 => {
+                let mut narrow = vec![0_u8; values.len()];
+                narrow_fp8(values, &mut narrow);
+                widen_fp8(&narrow, values);
                 Ok(())
             }
             other => Err(EngineError::Layout(format!("kv={other} is not built yet"))),
@@ -229,7 +253,7 @@ impl Pool {
     ) -> Result<(), EngineError> {
         let (held, offset) = self.slot(at, slot)?;
         held.whole(values.len())?;
-        self.fetch(held, offset, values, &mut Vec::new())
+        self.fetch(held, offset, values, &mut Narrow::default())
     }
 
     /// Reads the first `rows` local rows, which are this rank's tokens in order.

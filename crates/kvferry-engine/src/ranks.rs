@@ -133,32 +133,46 @@ impl Group {
     }
 }
 
-/// All ranks of an instance for one step.
-pub(crate) struct Ranks {
+/// The ranks of one pipeline stage.
+struct Stage {
     world: Group,
     heads: Vec<Group>,
+    /// By TP coordinate: where a rank meets the one of the next stage. Empty in the last stage.
+    next: Vec<Group>,
+}
+
+/// All ranks of an instance for one step.
+pub(crate) struct Ranks {
+    tp: u32,
+    stages: Vec<Stage>,
 }
 
 /// One rank's access to the others.
 #[derive(Clone, Copy)]
 pub(crate) struct Member<'a> {
     ranks: &'a Ranks,
+    stage: &'a Stage,
     rank: RankId,
 }
 
 impl Ranks {
-    /// `tp` ranks in head groups of `dcp` consecutive ranks.
-    pub(crate) fn new(tp: u32, dcp: u32) -> Self {
+    /// `stages` stages of `tp` ranks each, in head groups of `dcp` consecutive ranks.
+    pub(crate) fn new(stages: u32, tp: u32, dcp: u32) -> Self {
         let dcp = dcp.max(1);
-        Self {
+        let groups = |count: u32, size: u32| (0..count).map(|_| Group::new(size as usize)).collect();
+        let stage = |stage| Stage {
             world: Group::new(tp as usize),
-            heads: (0..tp / dcp).map(|_| Group::new(dcp as usize)).collect(),
-        }
+            heads: groups(tp / dcp, dcp),
+            next: groups(if stage + 1 < stages { tp } else { 0 }, 2),
+        };
+        Self { tp, stages: (0..stages).map(stage).collect() }
     }
 
     fn disband(&self) {
-        self.world.disband();
-        self.heads.iter().for_each(Group::disband);
+        for Stage { world, heads, next } in &self.stages {
+            world.disband();
+            heads.iter().chain(next).for_each(Group::disband);
+        }
     }
 
     /// Runs `work` on every rank, each on its own thread (one rank alone runs on this one), and returns the
@@ -170,8 +184,8 @@ impl Ranks {
         &self,
         work: impl Fn(Member<'_>) -> Result<T, RankError> + Sync,
     ) -> Result<Vec<T>, EngineError> {
-        let guarded = |rank: RankId| {
-            let result = catch_unwind(AssertUnwindSafe(|| work(Member { ranks: self, rank })))
+        let guarded = |stage: &Stage, rank: RankId| {
+            let result = catch_unwind(AssertUnwindSafe(|| work(Member { ranks: self, stage, rank })))
                 .unwrap_or_else(|panic| {
                     let reason = panic_text(panic.as_ref());
                     Err(RankError::Failed(EngineError::Rank { rank, reason }))
@@ -181,17 +195,18 @@ impl Ranks {
             }
             result
         };
-        let count = u32::try_from(self.world.size()).unwrap_or(u32::MAX);
-        let results: Vec<Result<T, RankError>> = if count == 1 {
-            vec![guarded(RankId(0))]
+        let all = self.stages.iter().flat_map(|stage| (0..self.tp).map(move |_| stage));
+        let all = all.zip((0..).map(RankId));
+        let results: Vec<Result<T, RankError>> = if let ([stage], 1) = (self.stages.as_slice(), self.tp) {
+            vec![guarded(stage, RankId(0))]
         } else {
             thread::scope(|scope| {
-                let threads: Vec<_> = (0..count)
-                    .map(|rank| {
+                let threads: Vec<_> = all
+                    .map(|(stage, rank)| {
                         let guarded = &guarded;
                         thread::Builder::new()
                             .name(format!("rank-{rank}"))
-                            .spawn_scoped(scope, move || guarded(RankId(rank)))
+                            .spawn_scoped(scope, move || guarded(stage, rank))
                             .inspect_err(|_| self.disband())
                     })
                     .collect();
@@ -228,18 +243,28 @@ fn panic_text(panic: &(dyn Any + Send)) -> String {
 }
 
 impl Member<'_> {
-    /// This rank.
+    /// This rank, counted over all stages.
     pub(crate) fn rank(&self) -> RankId {
         self.rank
     }
 
-    /// What `combine` makes of the contributions of all ranks, in rank order; see [`Group::meet`].
+    /// This rank within its stage.
+    pub(crate) fn tp(&self) -> usize {
+        (self.rank.0 % self.ranks.tp.max(1)) as usize
+    }
+
+    /// This rank's pipeline stage.
+    pub(crate) fn stage(&self) -> usize {
+        (self.rank.0 / self.ranks.tp.max(1)) as usize
+    }
+
+    /// What `combine` makes of the contributions of all ranks of this stage, in rank order.
     pub(crate) fn all<T, U>(&self, mine: T, combine: impl FnOnce(Vec<T>) -> U) -> Result<Arc<U>, Broken>
     where
         T: Any + Send,
         U: Any + Send + Sync,
     {
-        self.ranks.world.meet(self.rank.index(), mine, combine)
+        self.stage.world.meet(self.tp(), mine, combine)
     }
 
     /// What `combine` makes of the contributions of this rank's head group, in rank order.
@@ -248,9 +273,33 @@ impl Member<'_> {
         T: Any + Send,
         U: Any + Send + Sync,
     {
-        let size = self.ranks.heads.first().map_or(1, Group::size);
-        let group = self.ranks.heads.get(self.rank.index() / size).ok_or(Broken)?;
-        group.meet(self.rank.index() % size, mine, combine)
+        let size = self.stage.heads.first().map_or(1, Group::size);
+        let group = self.stage.heads.get(self.tp() / size).ok_or(Broken)?;
+        group.meet(self.tp() % size, mine, combine)
+    }
+
+    /// What this rank's predecessor in the stage before has handed on; `None` in the first stage.
+    pub(crate) fn taken_over<T>(&self) -> Result<Option<T>, Broken>
+    where
+        T: Any + Clone + Send + Sync,
+    {
+        let Some(before) = self.stage().checked_sub(1).and_then(|before| self.ranks.stages.get(before))
+        else {
+            return Ok(None);
+        };
+        let link = before.next.get(self.tp()).ok_or(Broken)?;
+        let both = link.meet(1, None::<T>, |both| both.into_iter().flatten().next())?;
+        both.as_ref().clone().ok_or(Broken).map(Some)
+    }
+
+    /// Waits until this rank's successor in the next stage takes `mine`. Gives it back in the last stage.
+    pub(crate) fn hand_on<T>(&self, mine: T) -> Result<Option<T>, Broken>
+    where
+        T: Any + Clone + Send + Sync,
+    {
+        let Some(link) = self.stage.next.get(self.tp()) else { return Ok(Some(mine)) };
+        link.meet(0, Some(mine), |both: Vec<Option<T>>| both.into_iter().flatten().next())?;
+        Ok(None)
     }
 }
 
@@ -262,7 +311,7 @@ mod tests {
 
     #[test]
     fn meetings_combine_in_rank_order_whoever_comes_first() {
-        let ranks = Ranks::new(4, 2);
+        let ranks = Ranks::new(1, 4, 2);
         let seen = ranks
             .run(|member| {
                 let r = member.rank().0;
@@ -288,7 +337,7 @@ mod tests {
     #[test]
     fn a_panic_on_one_rank_frees_all_the_others_and_is_reported() {
         let reached = AtomicU64::new(0);
-        let error = Ranks::new(5, 1)
+        let error = Ranks::new(1, 5, 1)
             .run(|member| {
                 member.all((), |_| ())?;
                 assert!(member.rank() != RankId(3), "rank three is unwell");
@@ -303,7 +352,7 @@ mod tests {
 
     #[test]
     fn an_error_on_one_rank_frees_its_head_group() {
-        let error = Ranks::new(4, 2)
+        let error = Ranks::new(1, 4, 2)
             .run(|member| {
                 if member.rank() == RankId(2) {
                     return Err(EngineError::Range { what: "a test" }.into());
@@ -314,5 +363,42 @@ mod tests {
             })
             .unwrap_err();
         assert_eq!(error, EngineError::Range { what: "a test" });
+    }
+
+    #[test]
+    fn stages_hand_on_to_the_rank_of_the_same_place_and_meet_among_themselves() {
+        let seen = Ranks::new(3, 4, 2)
+            .run(|member| {
+                let from: Option<Vec<u32>> = member.taken_over()?;
+                let mut way = from.unwrap_or_default();
+                way.push(member.rank().0);
+                let stage = member.all(member.rank().0, |all| all)?;
+                assert_eq!(stage.as_ref(), &[0, 1, 2, 3].map(|r| r + 4 * member.stage() as u32));
+                let group = member.group(member.tp(), |all| all)?;
+                assert_eq!(group[0], member.tp() / 2 * 2);
+                Ok(member.hand_on(way)?)
+            })
+            .unwrap();
+        let ends: Vec<_> = (0..4_u32).map(|tp| Some(vec![tp, tp + 4, tp + 8])).collect();
+        assert_eq!(seen[8..], ends);
+        assert!(seen[..8].iter().all(Option::is_none));
+    }
+
+    #[test]
+    fn a_failure_in_one_stage_frees_the_stages_before_and_after() {
+        for failing in 0..6 {
+            let error = Ranks::new(3, 2, 1)
+                .run(|member| {
+                    let from: Option<u32> = member.taken_over()?;
+                    if member.rank() == RankId(failing) {
+                        return Err(EngineError::Range { what: "a test" }.into());
+                    }
+                    member.all((), |_| ())?;
+                    member.hand_on(from.unwrap_or_default())?;
+                    Ok(())
+                })
+                .unwrap_err();
+            assert_eq!(error, EngineError::Range { what: "a test" });
+        }
     }
 }

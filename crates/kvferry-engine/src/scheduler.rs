@@ -450,7 +450,7 @@ impl Scheduler {
         let count = |state| {
             u32::try_from(self.jobs.values().filter(|job| job.state == state).count()).unwrap_or(u32::MAX)
         };
-        let ranks = self.forward.placement().tp;
+        let ranks = self.forward.placement().ranks();
         let stats = EngineStats {
             pages_total: self.pages.total(),
             pages_free: self.pages.free(),

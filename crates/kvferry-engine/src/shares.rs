@@ -68,7 +68,7 @@ impl Totals {
     }
 }
 
-/// The shares of all ranks, in rank order.
+/// The shares of the ranks of a pipeline stage, in rank order; every stage has the same.
 pub(crate) fn shares(shape: &CacheShape, placement: &Placement, totals: Totals) -> Vec<Share> {
     // Keys and values have the same heads; a latent comes before any state.
     let Some(part) = shape.parts.first() else { return Vec::new() };

@@ -180,7 +180,9 @@ fn split(model: &Arc<Model>, layouts: (&str, &str), kv: Dtype, request: &Request
 
 #[test]
 fn a_split_request_gives_the_bits_of_a_whole_one_and_computes_no_prompt_token_twice() {
-    for (attention, kv) in [(Attention::Gqa, Dtype::F32), (Attention::Mla, Dtype::Bf16)] {
+    for (attention, kv) in
+        [(Attention::Gqa, Dtype::F32), (Attention::Mla, Dtype::Bf16), (Attention::Gqa, Dtype::Fp8E4m3)]
+    {
         let model = model(attention, Arith::Canonical);
         let request = full(41, 12);
         let whole = EngineConfig { kv, ..config("tp=1") };
@@ -189,7 +191,11 @@ fn a_split_request_gives_the_bits_of_a_whole_one_and_computes_no_prompt_token_tw
         assert_eq!(expected.len(), 12);
         assert_eq!(last, done(41, 0));
         all_free(&whole);
-        for layouts in [("tp=3,page=8", "tp=1,page=24"), ("tp=2", "tp=4,dcp=4,page=5")] {
+        for layouts in [
+            ("tp=3,page=8", "tp=1,page=24"),
+            ("tp=2", "tp=4,dcp=4,page=5"),
+            ("tp=2,pp=2", "tp=3,dcp=3,layers=0/1-3"),
+        ] {
             let SplitRun { tokens, last, chunks, .. } = split(&model, layouts, kv, &request);
             assert_eq!(tokens, expected, "{layouts:?}");
             assert_eq!(last, done(0, 0));
@@ -352,11 +358,11 @@ fn bad_requests_and_layouts_are_refused_by_name() {
     assert!(say(Request { sampling: hot, ..full(1, 1) }).contains("temperature"));
     let model = model(Attention::Gqa, Arith::Fast);
     for (layout, word) in [
-        ("pp=2", "`pp`"),
-        ("layers=0-1/2-3", "`layers`"),
+        ("pp=5", "pp may be 1 to 4"),
+        ("layers=0-1/3-3", "layer 2 is in no stage"),
+        ("layers=2-3/0-1", "in the order of their layers"),
         ("cp=2", "`cp`"),
         ("ep=2", "no experts"),
-        ("kv=fp8", "fp8"),
     ] {
         let error = Engine::start(Arc::clone(&model), &config(layout), Arc::new(NoHandOff)).unwrap_err();
         assert!(error.to_string().contains(word), "{layout}: {error}");
@@ -612,6 +618,7 @@ fn a_cached_prefix_changes_no_bit() {
         (Attention::Gqa, "tp=1", 16),
         (Attention::Gqa, "tp=3,page=8", 8),
         (Attention::Gqa, "tp=2,dcp=2,page=5", 10),
+        (Attention::Gqa, "tp=3,dcp=3,pp=3,page=4", 12),
         (Attention::Mla, "tp=4,dcp=4,interleave=3,page=4", 48),
         (Attention::Mla, "tp=2", 16),
     ] {

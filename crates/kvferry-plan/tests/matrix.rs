@@ -30,7 +30,7 @@ const DECODE: [&str; 11] = [
     "tp=2,dcp=2",
     "tp=4,dcp=2",
     "tp=4,dcp=4",
-    "tp=4,dcp=4,interleave=8",
+    "tp=4,dcp=4,interleave=4",
     "tp=4,shard=on",
     "cp=2",
 ];
@@ -55,6 +55,11 @@ impl Model {
                 shape
             }
         }
+    }
+
+    /// Whether `kvferry demo --suite matrix` runs it.
+    fn runs(self) -> bool {
+        self != Self::Hybrid
     }
 }
 
@@ -85,10 +90,6 @@ fn serve(shape: &CacheShape, src: &LayoutSpec, dst: &LayoutSpec) -> Result<(), S
 
 /// Whether SGLang 0.5.23 pairs the two, by its source.
 fn upstream(model: Model, src: &LayoutSpec, dst: &LayoutSpec) -> bool {
-    let stages = |spec: &LayoutSpec| match &spec.layers {
-        LayerSplit::Stages(n) => *n,
-        LayerSplit::Explicit(stages) => stages.len() as u32,
-    };
     // Its heads (8 and 32 here) are split evenly or not at all.
     let even = model == Model::Mla || (8_u32.is_multiple_of(src.tp) && 8_u32.is_multiple_of(dst.tp));
     let divides = even && (src.tp.is_multiple_of(dst.tp) || dst.tp.is_multiple_of(src.tp));
@@ -106,8 +107,30 @@ fn upstream(model: Model, src: &LayoutSpec, dst: &LayoutSpec) -> bool {
     dst.cp == 1 && !dst.shard && divides && pipeline && dcp && shard
 }
 
+/// The layouts that `kvferry demo --suite matrix` starts on both sides and pairs, each with every other.
+const RUN: &str = include_str!("../../kvferry/src/demo/matrix/layouts.txt");
+
+/// What two layouts must have in common to be one for the column "run": page sizes and where stages begin differ.
+fn axes(spec: &LayoutSpec) -> [u32; 7] {
+    [spec.tp, spec.dcp, spec.interleave, stages(spec), spec.cp, spec.shard.into(), spec.ep]
+}
+
+fn stages(spec: &LayoutSpec) -> u32 {
+    match &spec.layers {
+        LayerSplit::Stages(n) => *n,
+        LayerSplit::Explicit(stages) => stages.len() as u32,
+    }
+}
+
+fn run() -> Vec<[u32; 7]> {
+    let lines = RUN.lines().map(str::trim).filter(|line| !line.is_empty() && !line.starts_with('#'));
+    let spec = |line: &str| line.trim_start_matches('*').trim().replace("uneven", "0/1-3").parse().unwrap();
+    lines.map(|line| axes(&spec(line))).collect()
+}
+
 fn matrix() -> String {
     let mut text = String::new();
+    let run = run();
     for (model, title) in [
         (Model::Mla, "MLA: latent rows"),
         (Model::Gqa, "GQA: 8 key/value heads"),
@@ -115,16 +138,20 @@ fn matrix() -> String {
     ] {
         let _ = writeln!(
             text,
-            "### {title}\n\n| prefill ↓ decode → | {} |",
+            "### {title}\n\n| prefill ↓ decode → | {} | run |",
             DECODE.map(|d| format!("`{d}`")).join(" | ")
         );
-        let _ = writeln!(text, "|---|{}", ":-:|".repeat(DECODE.len()));
+        let _ = writeln!(text, "|---|{}", ":-:|".repeat(DECODE.len() + 1));
         for prefill in PREFILL {
             let _ = write!(text, "| `{prefill}` |");
+            let (mut served_pairs, mut run_pairs) = (0, 0);
             for decode in DECODE {
                 let (src, dst): (LayoutSpec, LayoutSpec) =
                     (prefill.parse().unwrap(), decode.parse().unwrap());
                 let served = serve(&model.shape(), &src, &dst);
+                served_pairs += u32::from(served.is_ok());
+                let both = [&src, &dst].iter().all(|spec| run.contains(&axes(spec)));
+                run_pairs += u32::from(served.is_ok() && model.runs() && both);
                 let cell = match (served, upstream(model, &src, &dst)) {
                     (Ok(()), true) => "●",
                     (Ok(()), false) => "○",
@@ -135,7 +162,10 @@ fn matrix() -> String {
                 };
                 let _ = write!(text, " {cell} |");
             }
-            text.push('\n');
+            let _ = match served_pairs {
+                0 => writeln!(text, " - |"),
+                _ => writeln!(text, " {run_pairs} of {served_pairs} |"),
+            };
         }
         text.push('\n');
     }

@@ -6,7 +6,7 @@ use clap::{
     ArgMatches, Args, CommandFactory, FromArgMatches, Parser, Subcommand, ValueEnum, error::ErrorKind,
 };
 use kvferry_engine::{Attention, EngineConfig, LoadOptions, math::Arith};
-use kvferry_plan::{Dtype, LayerSplit, LayoutSpec};
+use kvferry_plan::{Dtype, LayoutSpec};
 use kvferry_registry::check_instance;
 use kvferry_server::InstanceConfig;
 use kvferry_transport::{Inject, TransportKind};
@@ -49,6 +49,7 @@ pub(crate) enum Command {
     ///
     /// Starts a registry, a prefill and a decode instance, each in its own process, lets the model answer across the
     /// two, runs the same prompt in one process, and compares tokens, log-probabilities and all prompt KV bytes.
+    /// With --suite it does so for many pairs of layouts.
     /// Exit status: 0 when proven equal, 1 when not (the finding is named), 2 when the command cannot be run as
     /// given.
     Demo(Box<DemoArgs>),
@@ -116,7 +117,7 @@ pub(crate) struct EngineArgs {
     /// Arithmetic whose bits do not depend on layout, page, chunk or batch; or ordinary f32 sums
     #[arg(long, value_enum, default_value_t = ArithArg::Canonical, help_heading = "Engine")]
     pub(crate) arith: ArithArg,
-    /// Element type of the KV cache: f32 or bf16 (`kv=` in a layout overrides it for that side)
+    /// Element type of the KV cache: f32, bf16 or fp8 (`kv=` in a layout overrides it for that side)
     #[arg(long, value_name = "TYPE", value_parser = dtype, default_value = "f32", help_heading = "Engine")]
     pub(crate) kv_dtype: Dtype,
     /// Most prompt tokens computed in one step; each chunk is handed over while the next is computed
@@ -168,7 +169,7 @@ pub(crate) struct DemoArgs {
     /// checkpoint.
     #[arg(long, value_name = "MODEL")]
     pub(crate) model: Option<ModelRef>,
-    /// Layout of the prefill instance: keys tp, dcp, interleave, page, kv
+    /// Layout of the prefill instance: keys tp, dcp, interleave, pp, layers, page, kv
     #[arg(long, value_name = "SPEC", value_parser = layout, default_value = "tp=3,page=16")]
     pub(crate) prefill: LayoutSpec,
     /// Layout of the decode instance
@@ -186,6 +187,13 @@ pub(crate) struct DemoArgs {
     /// Continue past the model's end-of-sequence tokens
     #[arg(long)]
     pub(crate) ignore_eos: bool,
+    /// Run a set of cases instead of one pair and its prompts
+    #[arg(long, value_enum, value_name = "SUITE", conflicts_with_all = ["prefill", "decode", "prompt", "prompt_tokens",
+          "max_tokens", "attention", "arith", "kv_dtype", "max_model_len", "pool_tokens"])]
+    pub(crate) suite: Option<SuiteArg>,
+    /// Only so much of the suite as takes seconds
+    #[arg(long, requires = "suite")]
+    pub(crate) quick: bool,
     /// Print one JSON object instead of text and table
     #[arg(long)]
     pub(crate) json: bool,
@@ -216,7 +224,7 @@ pub(crate) struct ServeArgs {
     /// What clients of the API call the model; its own name when left out
     #[arg(long, value_name = "NAME")]
     pub(crate) model_name: Option<String>,
-    /// Layout of the instance: keys tp, dcp, interleave, page, kv
+    /// Layout of the instance: keys tp, dcp, interleave, pp, layers, page, kv
     #[arg(long, value_name = "SPEC", value_parser = layout, default_value = "tp=1,page=16")]
     pub(crate) layout: LayoutSpec,
     /// Exit when standard input closes, so that a parent that dies leaves nothing behind
@@ -243,7 +251,7 @@ pub(crate) struct UpArgs {
     /// What clients of the API call the model; its own name when left out
     #[arg(long, value_name = "NAME")]
     pub(crate) model_name: Option<String>,
-    /// Layout of a prefill instance: keys tp, dcp, interleave, page, kv; once for each instance
+    /// Layout of a prefill instance: keys tp, dcp, interleave, pp, layers, page, kv; once for each instance
     #[arg(long, value_name = "SPEC", value_parser = layout, default_value = "tp=2,page=16")]
     pub(crate) prefill: Vec<LayoutSpec>,
     /// Layout of a decode instance; once for each instance
@@ -404,6 +412,13 @@ choice!(InjectArg => Inject {
     SkipSend => Self::SkipSend,
 });
 
+/// Suites of `demo`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum SuiteArg {
+    /// Every layout of a list to every other, each in its own process, for each form of attention and element type
+    Matrix,
+}
+
 /// Roles of `serve`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum RoleArg {
@@ -426,17 +441,14 @@ fn layout(text: &str) -> Result<LayoutSpec, String> {
     }
     let spec: LayoutSpec = text.parse().map_err(|e: kvferry_plan::SpecError| e.to_string())?;
     let unbuilt = match &spec {
-        LayoutSpec { layers: LayerSplit::Explicit(_), .. } => Some("layers"),
-        LayoutSpec { layers: LayerSplit::Stages(n), .. } if *n > 1 => Some("pp"),
         LayoutSpec { cp: 2.., .. } => Some("cp"),
         LayoutSpec { shard: true, .. } => Some("shard=on"),
-        LayoutSpec { kv: Some(Dtype::Fp8E4m3), .. } => Some("kv=fp8"),
         _ => None,
     };
     match unbuilt {
         None => Ok(spec),
         Some(key) => Err(format!(
-            "`{key}` is not built yet; what works today: tp, dcp, interleave, ep, page, kv=f32, kv=bf16"
+            "`{key}` is not built yet; what works today: tp, dcp, interleave, pp, layers, ep, page, kv"
         )),
     }
 }
@@ -446,11 +458,7 @@ fn instance(name: &str) -> Result<String, String> {
 }
 
 fn dtype(text: &str) -> Result<Dtype, String> {
-    match text.parse() {
-        Ok(dtype @ (Dtype::F32 | Dtype::Bf16)) => Ok(dtype),
-        Ok(other) => Err(format!("`{other}` is not built yet; use f32 or bf16")),
-        Err(()) => Err(format!("`{text}` is not an element type; use f32 or bf16")),
-    }
+    text.parse().map_err(|()| format!("`{text}` is not an element type; use f32, bf16 or fp8"))
 }
 
 #[cfg(test)]
@@ -505,16 +513,11 @@ mod tests {
 
     #[test]
     fn what_is_not_built_is_refused_by_name() {
-        for (text, key) in [
-            ("tp=2,pp=2", "`pp`"),
-            ("layers=0-1/2-3", "`layers`"),
-            ("cp=2", "`cp`"),
-            ("tp=2,shard=on", "`shard=on`"),
-            ("kv=fp8", "`kv=fp8`"),
-        ] {
+        for (text, key) in [("cp=2", "`cp`"), ("tp=2,shard=on", "`shard=on`")] {
             let error = layout(text).unwrap_err();
             assert!(error.starts_with(&format!("{key} is not built yet")), "{text}: {error}");
         }
-        assert!(layout("tp=4,dcp=4,interleave=2,pp=1,cp=1,shard=off,ep=2,page=24,kv=bf16").is_ok());
+        assert!(layout("tp=4,dcp=4,interleave=2,pp=3,cp=1,shard=off,ep=2,page=24,kv=fp8").is_ok());
+        assert!(layout("tp=2,layers=0-1/2-3").is_ok());
     }
 }

@@ -151,11 +151,10 @@ fn layouts_that_cannot_be() {
         "tp=2,tp=2",
         "page=0",
         "kv=f16",
-        "pp=2",
-        "layers=0-1/2-3",
+        "layers=0-1/3-2",
+        "pp=2,layers=0-1/2-3",
         "cp=2",
         "tp=2,shard=on",
-        "kv=fp8",
     ]
     .into_iter()
     .map(|spec| format!("{spec}\n{}", said(&["demo", "--prefill", spec])))
@@ -175,7 +174,7 @@ fn numbers_and_files_that_cannot_be() {
     let long = ids_file(folder.path(), 70, 512, 0);
     let tiny = ["demo", "--model", "embedded:llama_tiny"];
     let cases: &[&[&str]] = &[
-        &["--kv-dtype", "fp8"],
+        &["--kv-dtype", "fp4"],
         &["--chunk", "0"],
         &["--max-tokens", "0"],
         &["--transport", "rdma"],
@@ -189,6 +188,8 @@ fn numbers_and_files_that_cannot_be() {
         &["--max-model-len", "1000000"],
         &["--max-model-len", "4294967295"],
         &["--decode", ","],
+        &["--decode", "pp=5"],
+        &["--prefill", "layers=0-1/3"],
         &["--decode", "tp=1,kv=bf16"],
         &["--pool-tokens", "1"],
     ];

@@ -14,9 +14,7 @@ mod tests;
 use std::sync::Arc;
 
 use kvferry_arena::Arena;
-use kvferry_plan::{
-    CacheShape, Dtype, LayerSplit, LayoutSpec, PageId, Placement, RankId, RoomKey, SlotId, TokenRange,
-};
+use kvferry_plan::{CacheShape, LayoutSpec, PageId, Placement, RankId, RoomKey, SlotId, TokenRange};
 
 pub(crate) use batch::{Outcome, Piece};
 
@@ -31,7 +29,7 @@ use crate::{
 };
 use batch::Batch;
 
-/// The ranks of an instance: their pools and their shares of the one copy of the weights.
+/// The ranks of an instance, stage after stage: their pools and their shares of the one copy of the weights.
 #[derive(Debug)]
 pub(crate) struct Forward {
     model: Arc<Model>,
@@ -39,6 +37,7 @@ pub(crate) struct Forward {
     shape: CacheShape,
     placement: Placement,
     pools: Vec<Pool>,
+    /// By TP coordinate; every stage has the same.
     shares: Vec<Share>,
     pages: u32,
     slots: u32,
@@ -57,8 +56,11 @@ impl Forward {
             .layout
             .placement(&shape, config.kv)
             .map_err(|error| EngineError::Layout(error.to_string()))?;
-        if let Some(part) = placement.parts.iter().find(|p| !matches!(p.dtype, Dtype::F32 | Dtype::Bf16)) {
-            return Err(EngineError::Layout(format!("kv={} is not built yet; use f32 or bf16", part.dtype)));
+        if !placement.stages.concat().is_sorted() {
+            return Err(EngineError::Layout(
+                "layers: a prompt goes through the stages one after the other; list them in the order of their layers"
+                    .into(),
+            ));
         }
         let pages = placement.pages_for(config.pool_tokens).filter(|pages| *pages > 0).ok_or_else(|| {
             EngineError::Config(format!(
@@ -155,16 +157,20 @@ impl Forward {
     pub(crate) fn step(&self, pieces: &[Piece<'_>]) -> Result<Vec<Outcome>, EngineError> {
         let batch = Batch::new(pieces);
         let dcp = shares::dcp(&self.placement);
-        let ranks = Ranks::new(self.placement.tp, dcp);
+        let stages = &self.placement.stages;
+        let ranks = Ranks::new(stages.len() as u32, self.placement.tp, dcp);
         let results = ranks.run(|member| {
             let rank = member.rank();
             let lost = || EngineError::Rank { rank, reason: "it has no pool".into() };
             let pool = self.pools.get(rank.index()).ok_or_else(lost)?;
-            let share = self.shares.get(rank.index()).ok_or_else(lost)?;
-            rank::Rank::new((&self.model, &self.rope), pool, share, &batch, member, dcp as usize).run()
+            let share = self.shares.get(member.tp()).ok_or_else(lost)?;
+            let layers = stages.get(member.stage()).ok_or_else(lost)?;
+            let split = (dcp as usize, layers.as_slice());
+            rank::Rank::new((&self.model, &self.rope), pool, share, &batch, member, split).run()
         })?;
         let vocab = self.model.config().vocab;
-        let mut logits = results.first().map_or(&[][..], |first| first.logits.as_slice()).chunks_exact(vocab);
+        let logits = results.iter().map(|rank| rank.logits.as_slice()).find(|logits| !logits.is_empty());
+        let mut logits = logits.unwrap_or_default().chunks_exact(vocab);
         Ok(pieces
             .iter()
             .zip(&batch.spans)
@@ -186,11 +192,6 @@ fn built(layout: &LayoutSpec) -> Result<(), EngineError> {
     let refuse = |key: &str, instead: &str| {
         Err(EngineError::Layout(format!("`{key}` is not built yet in this engine; leave it out{instead}")))
     };
-    match &layout.layers {
-        LayerSplit::Stages(1) => {}
-        LayerSplit::Stages(_) => return refuse("pp", ""),
-        LayerSplit::Explicit(_) => return refuse("layers", ""),
-    }
     if layout.cp != 1 {
         return refuse("cp", ", or use dcp on the decode side");
     }

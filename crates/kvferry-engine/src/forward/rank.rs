@@ -17,7 +17,7 @@ use crate::{
 /// What a rank brings home.
 #[derive(Debug)]
 pub(super) struct RankOutcome {
-    /// Logits `[wanted rows][vocabulary]`.
+    /// Logits `[wanted rows][vocabulary]`, on the first rank of the last stage.
     pub(super) logits: Vec<f32>,
     /// Batch rows with a value out of range.
     pub(super) bad: Vec<usize>,
@@ -32,6 +32,8 @@ pub(super) struct Rank<'a> {
     pub(super) batch: &'a Batch<'a>,
     pub(super) member: Member<'a>,
     pub(super) dcp: usize,
+    /// Layers of the rank's stage, ascending.
+    layers: &'a [LayerId],
     pub(super) scratch: Scratch,
     pub(super) bad: Vec<usize>,
 }
@@ -43,28 +45,43 @@ impl<'a> Rank<'a> {
         share: &'a Share,
         batch: &'a Batch<'a>,
         member: Member<'a>,
-        dcp: usize,
+        (dcp, layers): (usize, &'a [LayerId]),
     ) -> Self {
         let scratch = Scratch::new(model.arith());
-        Self { model, rope, pool, share, batch, member, dcp, scratch, bad: Vec::new() }
+        Self { model, rope, pool, share, batch, member, dcp, layers, scratch, bad: Vec::new() }
     }
 
-    /// Runs all layers. Every rank holds the whole residual stream `x[rows][hidden]`, in the same bits.
+    /// Runs the layers of this rank's stage. Every rank of a stage holds the whole residual stream `x[rows][hidden]`, in
+    /// the same bits, and hands it on to one rank of the next.
     pub(super) fn run(mut self) -> Result<RankOutcome, RankError> {
+        let mut x = match self.member.taken_over()? {
+            Some(x) => x,
+            None => self.embedded(),
+        };
+        let mut normed = vec![0.0; x.len()];
+        for (layer, weights) in (0..).map(LayerId).zip(self.model.layers()) {
+            if self.layers.binary_search(&layer).is_ok() {
+                self.layer(layer, weights, &mut x, &mut normed)?;
+            }
+        }
+        let logits = match self.member.hand_on(x)? {
+            Some(x) => self.logits(&x)?,
+            None => Vec::new(),
+        };
+        self.bad.sort_unstable();
+        self.bad.dedup();
+        Ok(RankOutcome { logits, bad: self.bad })
+    }
+
+    /// The residual stream as it enters the first layer.
+    fn embedded(&self) -> Vec<f32> {
         let hidden = self.model.config().hidden;
         let mut x = vec![0.0; self.batch.rows() * hidden];
         let tokens = self.batch.pieces.iter().flat_map(|piece| piece.tokens);
         for (row, token) in x.chunks_exact_mut(hidden).zip(tokens) {
             self.model.embed(*token, row);
         }
-        let mut normed = vec![0.0; x.len()];
-        for (layer, weights) in (0..).map(LayerId).zip(self.model.layers()) {
-            self.layer(layer, weights, &mut x, &mut normed)?;
-        }
-        let logits = self.logits(&x)?;
-        self.bad.sort_unstable();
-        self.bad.dedup();
-        Ok(RankOutcome { logits, bad: self.bad })
+        x
     }
 
     fn layer(
@@ -132,7 +149,7 @@ impl<'a> Rank<'a> {
             logits
         })?;
         // Only one rank's answer is used; the others spare themselves the copy.
-        Ok(if self.member.rank().0 == 0 { Arc::unwrap_or_clone(logits) } else { Vec::new() })
+        Ok(if self.member.tp() == 0 { Arc::unwrap_or_clone(logits) } else { Vec::new() })
     }
 
     /// The rows whose tokens' cache this rank keeps, and their part of `x`.

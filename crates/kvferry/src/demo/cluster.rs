@@ -1,4 +1,4 @@
-//! The processes of a demo: a registry, a prefill and a decode instance, children of this one. They end with it,
+//! The processes of a demo: a registry, prefill and decode instances, children of this one. They end with it,
 //! whatever way it ends: each watches its standard input, which only this process holds open.
 
 use std::{ffi::OsString, time::Duration};
@@ -9,7 +9,7 @@ use kvferry_server::{InstanceClient, Leg};
 use tokio::time::{sleep, timeout};
 
 use crate::{
-    args::{DemoArgs, name_of},
+    args::{DemoArgs, EngineArgs, name_of},
     child::Child,
     failure::Failure,
     model::Located,
@@ -33,41 +33,86 @@ impl Handle {
     }
 }
 
-/// The running processes.
+/// The instances of one side, and the model that all of them run.
+pub(super) struct Side<'a> {
+    pub(super) role: &'static str,
+    pub(super) layouts: &'a [LayoutSpec],
+}
+
+/// Processes that know each other.
+pub(super) struct Fleet {
+    registry: Child,
+    url: String,
+    instances: Vec<Child>,
+}
+
+impl Fleet {
+    /// Starts a registry.
+    pub(super) async fn start() -> Result<Self, Failure> {
+        let (registry, url) = Child::start("registry", "registry-0", Vec::new())?.ready().await?;
+        Ok(Self { registry, url, instances: Vec::new() })
+    }
+
+    /// Starts the instances of two sides together, and waits until the registry knows all of them.
+    pub(super) async fn join(
+        &mut self,
+        sides: [Side<'_>; 2],
+        engine: &EngineArgs,
+        model: &Located,
+    ) -> Result<[Vec<Handle>; 2], Failure> {
+        let mut started = Vec::new();
+        for Side { role, layouts } in &sides {
+            for (number, layout) in layouts.iter().enumerate() {
+                let mut list: Vec<OsString> = vec!["--registry".into(), self.url.clone().into()];
+                list.extend(["--model".into(), model.argument(), "--layout".into()]);
+                list.push(layout.to_string().into());
+                list.extend(engine.to_args());
+                started.push((Child::start(role, &format!("{role}-{number}"), list)?, layout));
+            }
+        }
+        let client = Client::new(&self.url)?;
+        let mut handles = Vec::new();
+        for (child, layout) in started {
+            let (child, url) = child.ready().await?;
+            let group = registered(&client, &InstanceId(child.instance().to_owned())).await?;
+            let client = InstanceClient::new(&url)?;
+            handles.push(Handle { client, group, layout: layout.clone(), pid: child.pid() });
+            self.instances.push(child);
+        }
+        let [first, _] = sides;
+        let second = handles.split_off(first.layouts.len());
+        Ok([handles, second])
+    }
+
+    /// Ends the processes in order.
+    pub(super) async fn stop(self) {
+        for child in self.instances {
+            child.stop().await;
+        }
+        self.registry.stop().await;
+    }
+}
+
+/// The processes of one pair.
 pub(super) struct Cluster {
     pub(super) prefill: Handle,
     pub(super) decode: Handle,
     transport: String,
-    children: Vec<Child>,
+    fleet: Fleet,
 }
 
 impl Cluster {
     /// Starts the processes and waits until they know each other.
     pub(super) async fn start(args: &DemoArgs, model: &Located) -> Result<Self, Failure> {
-        let registry = Child::start("registry", "registry-0", Vec::new())?;
-        let (registry, url) = registry.ready().await?;
-        let instance = |role: &'static str, layout: &LayoutSpec| {
-            let mut list: Vec<OsString> = vec!["--registry".into(), url.clone().into()];
-            list.extend(["--model".into(), model.argument(), "--layout".into(), layout.to_string().into()]);
-            list.extend(args.engine.to_args());
-            Child::start(role, &format!("{role}-0"), list)
+        let mut fleet = Fleet::start().await?;
+        let side = |role, layout| Side { role, layouts: std::slice::from_ref(layout) };
+        let sides = [side("prefill", &args.prefill), side("decode", &args.decode)];
+        let [prefill, decode] = fleet.join(sides, &args.engine, model).await?;
+        let one = |side: Vec<Handle>| {
+            side.into_iter().next().ok_or_else(|| Failure::new(Blame::Us, "an instance was not started"))
         };
-        let (prefill, decode) = (instance("prefill", &args.prefill)?, instance("decode", &args.decode)?);
-        let ((prefill, prefill_url), (decode, decode_url)) =
-            tokio::try_join!(prefill.ready(), decode.ready())?;
-        let registry_client = Client::new(&url)?;
-        let handle = async |child: &Child, url: &str, layout: &LayoutSpec| {
-            let group = registered(&registry_client, &InstanceId(child.instance().to_owned())).await?;
-            let client = InstanceClient::new(url)?;
-            Ok::<_, Failure>(Handle { client, group, layout: layout.clone(), pid: child.pid() })
-        };
-        let cluster = Self {
-            prefill: handle(&prefill, &prefill_url, &args.prefill).await?,
-            decode: handle(&decode, &decode_url, &args.decode).await?,
-            transport: name_of(&args.engine.transport),
-            children: vec![prefill, decode, registry],
-        };
-        Ok(cluster)
+        let transport = name_of(&args.engine.transport);
+        Ok(Self { prefill: one(prefill)?, decode: one(decode)?, transport, fleet })
     }
 
     /// What runs: names and facts.
@@ -90,9 +135,7 @@ impl Cluster {
 
     /// Ends the processes in order.
     pub(super) async fn stop(self) {
-        for child in self.children {
-            child.stop().await;
-        }
+        self.fleet.stop().await;
     }
 }
 

@@ -8,7 +8,7 @@ use kvferry_server::{
     SamplingSpec, Stage, mint_room,
 };
 
-use super::{cluster::Cluster, prompts::Prompt};
+use super::{cluster::Handle, prompts::Prompt};
 use crate::args::{DemoArgs, InjectArg};
 
 /// What came of it.
@@ -26,9 +26,9 @@ pub(super) struct Run {
     pub(super) missed: Option<InjectArg>,
 }
 
-/// Hands one prompt over; `on_token` is told of each token as it comes.
+/// Hands one prompt over from `prefill` to `decode`; `on_token` is told of each token as it comes.
 pub(super) async fn run(
-    cluster: &Cluster,
+    (prefill, decode): (&Handle, &Handle),
     prompt: &Prompt,
     args: &DemoArgs,
     mut on_token: impl FnMut(u32),
@@ -36,7 +36,7 @@ pub(super) async fn run(
     let key = RoomKey { room: mint_room()?, attempt: Attempt(0) };
     let request = DecodeRequest {
         key,
-        prefill: cluster.prefill.group.instance.clone(),
+        prefill: prefill.group.instance.clone(),
         prompt: prompt.ids.clone(),
         max_tokens: args.max_tokens,
         sampling: SamplingSpec::default(),
@@ -45,10 +45,10 @@ pub(super) async fn run(
         hold: true,
     };
     let committed = match args.engine.inject {
-        Some(_) => faults(cluster).await?,
+        Some(_) => faults(decode).await?,
         None => 0,
     };
-    let pair = InstancePair { prefill: cluster.prefill.leg(), decode: cluster.decode.leg() };
+    let pair = InstancePair { prefill: prefill.leg(), decode: decode.leg() };
     let started = Instant::now();
     let mut answer = pair.open(request).await?;
     let (mut tokens, mut first, mut ended) = (Vec::new(), None, None);
@@ -62,19 +62,19 @@ pub(super) async fn run(
             PairEvent::Done(done) => ended = Some((done, started.elapsed())),
         }
     }
-    let (PairDone { decode, prefill: Some(prefill) }, last) = ended.ok_or_else(unfinished)? else {
+    let (PairDone { decode: done, prefill: Some(reply) }, last) = ended.ok_or_else(unfinished)? else {
         return Err(unfinished());
     };
     let mut cache = Vec::new();
-    for rank in 0..cluster.decode.group.ranks {
-        cache.push(cluster.decode.client.kv(key, RankId(rank)).await?);
+    for rank in 0..decode.group.ranks {
+        cache.push(decode.client.kv(key, RankId(rank)).await?);
     }
-    cluster.decode.client.release(key).await?;
+    decode.client.release(key).await?;
     let missed = match args.engine.inject {
-        Some(fault) if faults(cluster).await? == committed => Some(fault),
+        Some(fault) if faults(decode).await? == committed => Some(fault),
         _ => None,
     };
-    Ok(Run { tokens, first: first.unwrap_or(last), last, prefill, decode, cache, missed })
+    Ok(Run { tokens, first: first.unwrap_or(last), last, prefill: reply, decode: done, cache, missed })
 }
 
 fn unfinished() -> Problem {
@@ -83,8 +83,8 @@ fn unfinished() -> Problem {
 }
 
 /// Faults that decode has committed on purpose since its start.
-async fn faults(cluster: &Cluster) -> Result<u64, Problem> {
-    let ledger = cluster.decode.client.ledger().await?;
+async fn faults(decode: &Handle) -> Result<u64, Problem> {
+    let ledger = decode.client.ledger().await?;
     ledger.pointer("/node/faults").and_then(serde_json::Value::as_u64).ok_or_else(|| {
         Problem::new(
             Blame::PeerMisbehaved,

@@ -3,6 +3,7 @@
 mod cluster;
 mod compare;
 mod disaggregated;
+mod matrix;
 mod prompts;
 mod reference;
 mod report;
@@ -15,7 +16,7 @@ use kvferry_engine::{Model, checkpoint::Checkpoint, math::Arith};
 use kvferry_plan::{Dtype, LayoutSpec};
 
 use crate::{
-    args::DemoArgs,
+    args::{DemoArgs, SuiteArg},
     failure::Failure,
     model::{self, Located, Progress},
     serve::blocking,
@@ -29,6 +30,9 @@ use show::Show;
 
 /// Runs the demo; the exit status says whether everything was proven equal.
 pub(crate) async fn run(mut args: DemoArgs) -> Result<ExitCode, Failure> {
+    if let Some(SuiteArg::Matrix) = args.suite {
+        return matrix::run(args).await;
+    }
     same_cache(&args)?;
     let progress = if args.json { Progress::Quiet } else { Progress::Shown };
     let located = model::or_embedded(args.model.as_ref(), progress).await?;
@@ -56,7 +60,8 @@ pub(crate) async fn run(mut args: DemoArgs) -> Result<ExitCode, Failure> {
     for prompt in &prompts {
         show.prompt(prompt);
         let mut text = show.answer("two processes");
-        let run = disaggregated::run(&cluster, prompt, &args, |id| text.push(id)).await;
+        let run =
+            disaggregated::run((&cluster.prefill, &cluster.decode), prompt, &args, |id| text.push(id)).await;
         text.end();
         handed.push(run);
     }

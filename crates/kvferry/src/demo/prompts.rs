@@ -13,7 +13,7 @@ const QUESTION: &str = "A ferry takes cars from a harbour with three lanes to a 
                         where every car goes, moves each car once, and checks that none is missing or damaged. Answer \
                         in one short sentence: why does the crew check the cars?";
 /// Tokens of the default prompt of a model that is served by ids: more than two pages and no multiple of one.
-const IDS: u32 = 41;
+const IDS: usize = 41;
 /// Largest file of token ids.
 const FILE: u64 = 64 << 20;
 
@@ -46,7 +46,7 @@ pub(super) fn collect(args: &DemoArgs, checkpoint: &Checkpoint) -> Result<Vec<Pr
     if prompts.is_empty() {
         prompts.push(match checkpoint.tokenizer()? {
             Some(_) => from_text(QUESTION, checkpoint)?,
-            None => by_ids(checkpoint.config().vocab),
+            None => by_ids(checkpoint.config().vocab, IDS),
         });
     }
     let (vocab, longest) = (checkpoint.config().vocab, longest_sequence(args, checkpoint));
@@ -98,9 +98,10 @@ fn from_text(text: &str, checkpoint: &Checkpoint) -> Result<Prompt, Failure> {
     Ok(Prompt { label: text.into(), ids })
 }
 
-fn by_ids(vocab: usize) -> Prompt {
+/// `count` ids of a vocabulary, always the same.
+pub(super) fn by_ids(vocab: usize, count: usize) -> Prompt {
     let vocab = u32::try_from(vocab).unwrap_or(u32::MAX);
-    let ids: Vec<u32> = (1..=IDS).map(|i| i.wrapping_mul(73) % vocab).collect();
+    let ids: Vec<u32> = (1..).take(count).map(|i: u32| i.wrapping_mul(73) % vocab).collect();
     Prompt { label: summary(&ids), ids }
 }
 

@@ -62,9 +62,11 @@ impl Plan {
         match self.claim {
             Claim::Bits | Claim::Close => format!("one process, {}", self.whole.layout),
             Claim::CloseFromSamePrefill => format!(
-                "one process: the prompt as {} (bf16 rounding depends on the prefill layout), copied coordinate \
+                "one process: the prompt as {} (how {} is rounded depends on the prefill layout), copied coordinate \
                  by coordinate, continued as {}",
-                self.whole.layout, self.decode.layout
+                self.whole.layout,
+                self.whole.layout.kv.unwrap_or(self.whole.kv),
+                self.decode.layout
             ),
         }
     }

@@ -38,6 +38,11 @@ impl Progress {
         bar
     }
 
+    /// A bar of `total` things of one kind.
+    pub(crate) fn things(self, what: &str, total: u64) -> ProgressBar {
+        self.bar(Some(total), "{msg}  {bar:32.cyan/dim}  {pos} of {len}  {eta}", what)
+    }
+
     fn bar(self, total: Option<u64>, style: &str, what: &str) -> ProgressBar {
         let bar = match (self, total) {
             (Self::Quiet, _) => ProgressBar::hidden(),

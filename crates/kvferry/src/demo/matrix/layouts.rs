@@ -1,0 +1,91 @@
+//! The layouts that are paired.
+
+use kvferry_plan::{Blame, LayoutSpec, SpecError};
+
+use crate::failure::Failure;
+
+/// One line for each layout; the planner's page of layouts reads it too.
+const LIST: &str = include_str!("layouts.txt");
+
+/// The listed layouts for a model of `layers` layers, or those that `quick` runs.
+pub(super) fn listed(layers: usize, quick: bool) -> Result<Vec<LayoutSpec>, Failure> {
+    let last = layers.saturating_sub(1);
+    lines()
+        .filter(|(_, marked)| *marked || !quick)
+        .map(|(text, _)| {
+            let text = text.replace("layers=uneven", &format!("layers=0/1-{last}"));
+            text.parse().map_err(|e: SpecError| Failure::new(Blame::Us, e).within(text))
+        })
+        .collect()
+}
+
+fn lines() -> impl Iterator<Item = (&'static str, bool)> {
+    LIST.lines().map(str::trim).filter(|line| !line.is_empty() && !line.starts_with('#')).map(|line| {
+        match line.strip_prefix('*') {
+            Some(rest) => (rest.trim(), true),
+            None => (line, false),
+        }
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use kvferry_plan::LayerSplit;
+    use std::collections::BTreeSet;
+
+    /// Number of pipeline stages.
+    fn stages(spec: &LayoutSpec) -> usize {
+        match &spec.layers {
+            LayerSplit::Stages(n) => *n as usize,
+            LayerSplit::Explicit(stages) => stages.len(),
+        }
+    }
+
+    /// The values of a layout on each axis.
+    fn axes(spec: &LayoutSpec) -> [u32; 5] {
+        [spec.tp, spec.dcp, spec.interleave, stages(spec) as u32, spec.page]
+    }
+
+    #[test]
+    fn every_two_values_that_can_go_together_do() {
+        let all = listed(4, false).unwrap();
+        let found: BTreeSet<_> = all.iter().map(axes).collect();
+        assert!(found.len() == all.len() && all.len() >= 12, "{} different layouts", found.len());
+        // One stage, two uneven ones, three.
+        let mut possible = Vec::new();
+        for tp in [1, 2, 3, 4, 6] {
+            for dcp in [1, 2, 3, 4, 6_u32].into_iter().filter(|dcp| tp % dcp == 0) {
+                for interleave in if dcp > 1 { &[1, 4][..] } else { &[1] } {
+                    for stages in [1, 2, 3] {
+                        for page in [16, 24, 64] {
+                            possible.push([tp, dcp, *interleave, stages, page]);
+                        }
+                    }
+                }
+            }
+        }
+        let pairs = |layouts: &mut dyn Iterator<Item = [u32; 5]>| -> BTreeSet<_> {
+            layouts
+                .flat_map(|at| (0..5).flat_map(move |a| (a + 1..5).map(move |b| (a, at[a], b, at[b]))))
+                .collect()
+        };
+        let (wanted, there) = (pairs(&mut possible.into_iter()), pairs(&mut found.into_iter()));
+        let missing: Vec<_> = wanted.difference(&there).collect();
+        assert!(missing.is_empty(), "axis, value, axis, value: {missing:?}");
+        assert!(there.is_subset(&wanted), "{:?}", there.difference(&wanted).collect::<Vec<_>>());
+    }
+
+    #[test]
+    fn two_stages_are_uneven_whatever_the_model() {
+        for spec in listed(7, false).unwrap().iter().filter(|spec| stages(spec) == 2) {
+            assert_eq!(spec.layers, LayerSplit::Explicit(vec![(0, 0), (1, 6)]));
+        }
+    }
+
+    #[test]
+    fn the_quick_part_has_every_size_of_tp() {
+        let sizes: BTreeSet<_> = listed(4, true).unwrap().iter().map(|spec| spec.tp).collect();
+        assert_eq!(sizes, [1, 2, 3, 4, 6].into());
+    }
+}

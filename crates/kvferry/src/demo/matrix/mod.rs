@@ -1,0 +1,157 @@
+//! `kvferry demo --suite matrix`: every layout of a list hands prompts to every other. Each layout runs once on each
+//! side, in its own process, for each form of attention and each element type; what decode holds and answers is
+//! compared with one process that has one rank.
+
+mod layouts;
+mod report;
+
+use std::{process::ExitCode, sync::Arc};
+
+use futures_util::{StreamExt, stream};
+use indicatif::ProgressBar;
+use kvferry_engine::Model;
+use kvferry_plan::{Blame, Dtype, LayoutSpec};
+
+use super::{
+    cluster::{Fleet, Handle, Side},
+    disaggregated,
+    prompts::{self, Prompt},
+    reference::{Answer, Plan},
+    report::{Finding, Outcome},
+};
+use crate::{
+    args::{ArithArg, AttentionArg, DemoArgs},
+    failure::Failure,
+    model::{self, Located, ModelRef, Progress},
+    serve::blocking,
+    terminal,
+};
+use report::{Cell, Matrix, Sheet};
+
+/// Prompts of each cell, in tokens: one that leaves ranks without a row, and one that is longer than the virtual page of
+/// every listed layout.
+const PROMPTS: [usize; 2] = [5, 401];
+/// Tokens of each answer.
+const ANSWER: u32 = 3;
+/// Cells at a time: their transfers and comparisons overlap with the computation of others.
+const AT_ONCE: usize = 4;
+/// Prompt tokens in a step: the long prompt is handed over in pieces that end on nobody's page.
+const CHUNK: u32 = 150;
+
+/// Runs the matrix; the exit status says whether every cell was proven equal.
+pub(crate) async fn run(mut args: DemoArgs) -> Result<ExitCode, Failure> {
+    let progress = if args.json { Progress::Quiet } else { Progress::Shown };
+    let located = model::locate(args.model.as_ref().unwrap_or(&ModelRef::Embedded), progress).await?;
+    let checkpoint = blocking({
+        let located = located.clone();
+        move || located.open()
+    })
+    .await?;
+    let layouts = layouts::listed(checkpoint.config().layers, args.quick)?;
+    let tokens = PROMPTS.iter().map(|tokens| tokens + ANSWER as usize).sum::<usize>();
+    args.engine.arith = ArithArg::Canonical;
+    args.engine.chunk = CHUNK;
+    // For as many rooms as one instance can have when all cells that run meet there.
+    args.engine.pool_tokens = Some((tokens * AT_ONCE) as u64);
+    args.engine.no_prefix_cache = true;
+    (args.max_tokens, args.ignore_eos) = (ANSWER, true);
+    let suite = Suite {
+        prompts: PROMPTS.map(|count| prompts::by_ids(checkpoint.config().vocab, count)).into(),
+        layouts,
+        located,
+        args,
+    };
+    let kinds = suite.kinds();
+    let cells = kinds.len() * suite.layouts.len().pow(2);
+    let mut matrix = Matrix::new(checkpoint.name(), &suite.args, &suite.layouts, &PROMPTS);
+    if !suite.args.json {
+        matrix.title(kinds.len());
+    }
+    let bar = progress.things("cells", cells as u64);
+    for (attention, kv) in kinds {
+        matrix.sheets.push(suite.sheet(attention, kv, &bar).await?);
+    }
+    bar.finish_and_clear();
+    if suite.args.json {
+        terminal::line(serde_json::to_string(&matrix.finished()).map_err(|e| Failure::new(Blame::Us, e))?);
+    } else {
+        matrix.print();
+    }
+    Ok(if matrix.proven() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+}
+
+/// What all sheets have in common.
+struct Suite {
+    args: DemoArgs,
+    located: Located,
+    layouts: Vec<LayoutSpec>,
+    prompts: Vec<Prompt>,
+}
+
+impl Suite {
+    /// The form of attention and the element type of each sheet.
+    fn kinds(&self) -> Vec<(AttentionArg, Dtype)> {
+        let forms = [AttentionArg::Gqa, AttentionArg::Mla];
+        let types = [Dtype::F32, Dtype::Bf16, Dtype::Fp8E4m3];
+        forms.into_iter().flat_map(|form| types.map(|kv| (form, kv))).collect()
+    }
+
+    /// All pairs of layouts with one form of attention and one element type.
+    async fn sheet(&self, attention: AttentionArg, kv: Dtype, bar: &ProgressBar) -> Result<Sheet, Failure> {
+        let mut args = self.args.clone();
+        (args.engine.attention, args.engine.kv_dtype) = (attention, kv);
+        let plan = Plan::new(&args);
+        let answers = self.answers(&args, plan.clone()).await?;
+        let mut fleet = Fleet::start().await?;
+        let sides = ["prefill", "decode"].map(|role| Side { role, layouts: &self.layouts });
+        let [prefill, decode] = fleet.join(sides, &args.engine, &self.located).await?;
+        // Neighbours in this order have no instance in common.
+        let count = prefill.len();
+        let pairs = (0..count).flat_map(|shift| (0..count).map(move |from| (from, (from + shift) % count)));
+        let pairs = pairs.filter_map(|(from, to)| Some(((from, prefill.get(from)?), (to, decode.get(to)?))));
+        let mut cells = stream::iter(pairs)
+            .map(|((from, prefill), (to, decode))| {
+                let cell = self.cell((prefill, decode), &args, (&plan, &answers));
+                async move { Cell { prefill: from, decode: to, findings: cell.await } }
+            })
+            .buffer_unordered(AT_ONCE);
+        let mut sheet = Sheet::new(&args);
+        while let Some(cell) = cells.next().await {
+            sheet.cells.push(cell);
+            bar.inc(1);
+        }
+        drop(cells);
+        fleet.stop().await;
+        Ok(sheet)
+    }
+
+    /// What one process says to the prompts.
+    async fn answers(&self, args: &DemoArgs, plan: Plan) -> Result<Vec<Answer>, Failure> {
+        let options = args.engine.load_options();
+        let (located, prompts) = (self.located.clone(), self.prompts.clone());
+        blocking(move || {
+            let model: Arc<Model> = Model::from_checkpoint(&located.open()?, options)?;
+            let reference = plan.start(&model)?;
+            prompts.iter().map(|prompt| reference.run(prompt, |_| ())).collect()
+        })
+        .await
+    }
+
+    /// Hands all prompts from one instance to another, one after the other; what was found.
+    async fn cell(
+        &self,
+        pair: (&Handle, &Handle),
+        args: &DemoArgs,
+        (plan, answers): (&Plan, &[Answer]),
+    ) -> Vec<Finding> {
+        let mut findings = Vec::new();
+        for (prompt, answer) in self.prompts.iter().zip(answers) {
+            let outcome = match disaggregated::run(pair, prompt, args, |_| ()).await {
+                Ok(run) => Outcome::compare(plan, &run, answer),
+                Err(problem) => Outcome::failed(Finding::hand_off(&problem)),
+            };
+            findings.extend(outcome.findings);
+        }
+        findings
+    }
+}

@@ -1,0 +1,174 @@
+//! What the matrix found, for people and for machines.
+
+use kvferry_plan::LayoutSpec;
+use serde::Serialize;
+
+use super::super::report::Finding;
+use crate::{
+    args::{DemoArgs, name_of},
+    terminal::{self, Look, styled},
+};
+
+/// Findings that are shown; the rest is counted.
+const SHOWN: usize = 10;
+
+/// One pair of layouts.
+#[derive(Debug, Serialize)]
+pub(super) struct Cell {
+    /// Number of the prefill layout.
+    pub(super) prefill: usize,
+    /// Number of the decode layout.
+    pub(super) decode: usize,
+    pub(super) findings: Vec<Finding>,
+}
+
+/// All pairs with one form of attention and one element type.
+#[derive(Debug, Serialize)]
+pub(super) struct Sheet {
+    attention: String,
+    kv: String,
+    pub(super) cells: Vec<Cell>,
+}
+
+impl Sheet {
+    pub(super) fn new(args: &DemoArgs) -> Self {
+        let engine = &args.engine;
+        Self { attention: name_of(&engine.attention), kv: engine.kv_dtype.to_string(), cells: Vec::new() }
+    }
+
+    fn equal(&self) -> usize {
+        self.cells.iter().filter(|cell| cell.findings.is_empty()).count()
+    }
+}
+
+/// The whole suite.
+#[derive(Debug, Serialize)]
+pub(super) struct Matrix {
+    suite: &'static str,
+    model: String,
+    transport: String,
+    prompt_tokens: Vec<usize>,
+    /// By number, on both sides.
+    layouts: Vec<String>,
+    /// Pairs of layouts, over all sheets.
+    cells: usize,
+    /// The exit status: true is 0.
+    proven: bool,
+    pub(super) sheets: Vec<Sheet>,
+}
+
+impl Matrix {
+    pub(super) fn new(model: &str, args: &DemoArgs, layouts: &[LayoutSpec], prompts: &[usize]) -> Self {
+        Self {
+            suite: "matrix",
+            model: model.to_owned(),
+            transport: name_of(&args.engine.transport),
+            prompt_tokens: prompts.into(),
+            layouts: layouts.iter().map(ToString::to_string).collect(),
+            cells: 0,
+            proven: false,
+            sheets: Vec::new(),
+        }
+    }
+
+    fn cells(&self) -> usize {
+        self.sheets.iter().map(|sheet| sheet.cells.len()).sum()
+    }
+
+    /// Every pair was run and nothing was found.
+    pub(super) fn proven(&self) -> bool {
+        let pairs = self.layouts.len().pow(2);
+        !self.sheets.is_empty()
+            && self.sheets.iter().all(|sheet| sheet.cells.len() == pairs && sheet.equal() == pairs)
+    }
+
+    /// With the totals.
+    pub(super) fn finished(&mut self) -> &Self {
+        (self.cells, self.proven) = (self.cells(), self.proven());
+        self
+    }
+
+    /// What is going to be run.
+    pub(super) fn title(&self, sheets: usize) {
+        let (count, prompts) = (self.layouts.len(), self.prompt_tokens.iter());
+        let prompts: Vec<_> = prompts.map(ToString::to_string).collect();
+        let title = format!(
+            "{}, canonical, over {}: {count} layouts to {count}, {sheets} kinds of cache, {} cells; prompts of {} tokens",
+            self.model,
+            self.transport,
+            sheets * count * count,
+            prompts.join(" and ")
+        );
+        terminal::paragraph(title, 0);
+    }
+
+    /// Prints grid and verdict.
+    pub(super) fn print(&self) {
+        let wide = self.layouts.iter().map(String::len).max().unwrap_or(0);
+        terminal::line("");
+        let digits = |of: fn(usize) -> String| (1..=self.layouts.len()).map(of).collect::<String>();
+        let tens = digits(|n| if n < 10 { " ".into() } else { (n / 10).to_string() });
+        for (name, digits) in
+            [("", tens), ("prefill, and decode by number", digits(|n| (n % 10).to_string()))]
+        {
+            terminal::line(styled(Look::Dim, format_args!("    {name:wide$}  {digits}")));
+        }
+        for (from, layout) in self.layouts.iter().enumerate() {
+            let marks: String = (0..self.layouts.len()).map(|to| self.mark(from, to)).collect();
+            terminal::line(format_args!("{:>2}  {layout:wide$}  {marks}", from + 1));
+        }
+        terminal::line("");
+        for sheet in &self.sheets {
+            let (equal, all) = (sheet.equal(), sheet.cells.len());
+            let look = if equal == all { Look::Good } else { Look::Bad };
+            terminal::line(format_args!(
+                "{:>4} {:<4}  {}",
+                sheet.attention,
+                sheet.kv,
+                styled(look, format_args!("{equal} of {all} equal"))
+            ));
+        }
+        self.print_findings();
+        let cells = self.cells();
+        if self.proven() {
+            terminal::line(styled(Look::Good, format_args!("proven equal: all {cells} cells")));
+        } else {
+            let equal: usize = self.sheets.iter().map(Sheet::equal).sum();
+            terminal::line(styled(
+                Look::Bad,
+                format_args!("NOT proven equal: {} of {cells} cells", cells - equal),
+            ));
+        }
+    }
+
+    /// `=` where every sheet is equal, `x` where one is not.
+    fn mark(&self, from: usize, to: usize) -> char {
+        let mut cells =
+            self.sheets.iter().flat_map(|s| &s.cells).filter(|c| (c.prefill, c.decode) == (from, to));
+        if cells.all(|cell| cell.findings.is_empty()) { '=' } else { 'x' }
+    }
+
+    fn print_findings(&self) {
+        let found = || {
+            self.sheets.iter().flat_map(|sheet| {
+                let cells = sheet.cells.iter();
+                cells.flat_map(move |cell| cell.findings.iter().map(move |finding| (sheet, cell, finding)))
+            })
+        };
+        for (sheet, cell, finding) in found().take(SHOWN) {
+            let name = |number: usize| self.layouts.get(number).map_or("", String::as_str);
+            let (from, to) = (name(cell.prefill), name(cell.decode));
+            let Sheet { attention, kv, .. } = sheet;
+            let text = format!(
+                "{}: {attention} {kv}, {from} → {to}: {}",
+                styled(Look::Bad, "finding"),
+                finding.text
+            );
+            terminal::paragraph(text, 2);
+        }
+        match found().count() {
+            more if more > SHOWN => terminal::line(format_args!("and {} more", more - SHOWN)),
+            _ => {}
+        }
+    }
+}
