@@ -29,7 +29,7 @@ Environment:
   KVFERRY_LOG         What is logged, for example `info`, `kvferry_node=debug`
                       or `kvferry::room=info` (a line for each request); the
                       default is `warn`
-  KVFERRY_LOG_FORMAT  `json` makes each line of the log a JSON object
+  KVFERRY_LOG_FORMAT  `text`, or `json` for a JSON object in each line
   KVFERRY_MODEL_URL   Where `smollm2` is fetched first: http, https or file
   NO_COLOR            Anything in it: no colours on terminals either";
 
@@ -210,7 +210,7 @@ pub(crate) struct ServeArgs {
     #[arg(long, value_enum)]
     pub(crate) role: RoleArg,
     /// Address of the HTTP port; loopback only, port 0 takes a free one
-    #[arg(long, value_name = "ADDRESS", default_value = "127.0.0.1:0")]
+    #[arg(long, value_name = "ADDRESS", value_parser = address, default_value = "127.0.0.1:0")]
     pub(crate) listen: SocketAddr,
     /// URL of the registry, which may start later
     #[arg(long, value_name = "URL", required_if_eq_any([("role", "prefill"), ("role", "decode"), ("role", "router")]))]
@@ -451,6 +451,11 @@ fn layout(text: &str) -> Result<LayoutSpec, String> {
             "`{key}` is not built yet; what works today: tp, dcp, interleave, pp, layers, ep, page, kv"
         )),
     }
+}
+
+fn address(text: &str) -> Result<SocketAddr, String> {
+    let numbers = text.replacen("localhost:", "127.0.0.1:", 1);
+    numbers.parse().map_err(|_| "write ADDRESS:PORT, for example 127.0.0.1:8000".to_owned())
 }
 
 fn instance(name: &str) -> Result<String, String> {

@@ -16,7 +16,7 @@ mod terminal;
 mod traces;
 mod up;
 
-use std::{io::IsTerminal, process::ExitCode, time::Duration};
+use std::{process::ExitCode, time::Duration};
 
 use kvferry_plan::Blame;
 use tracing_subscriber::EnvFilter;
@@ -33,7 +33,10 @@ fn main() -> ExitCode {
             return failure.exit_code();
         }
     };
-    log();
+    if let Err(failure) = log() {
+        terminal::complain(&failure);
+        return failure.exit_code();
+    }
     // The TLS library asks for its cryptography before the first connection; nobody else has chosen one.
     let _ = rustls::crypto::ring::default_provider().install_default();
     match run(command).and_then(|code| terminal::written().map(|()| code)) {
@@ -46,17 +49,25 @@ fn main() -> ExitCode {
 }
 
 /// Logs to stderr: what KVFERRY_LOG asks for, as text, or as JSON lines if KVFERRY_LOG_FORMAT says so.
-fn log() {
-    let filter = EnvFilter::try_from_env("KVFERRY_LOG").unwrap_or_else(|_| EnvFilter::new("warn"));
+fn log() -> Result<(), Failure> {
+    let said = |name: &str| std::env::var(name).ok().filter(|text| !text.is_empty());
+    let wanted = said("KVFERRY_LOG").unwrap_or_else(|| "warn".into());
+    let filter = EnvFilter::builder().parse(&wanted).map_err(|why| {
+        let help = "write a level (error, warn, info, debug, trace, off), or TARGET=LEVEL,...";
+        Failure::caller(format!("KVFERRY_LOG={wanted}: {why}; {help}"))
+    })?;
     let log = tracing_subscriber::fmt()
         .with_env_filter(filter)
         .with_writer(std::io::stderr)
-        .with_ansi(std::io::stderr().is_terminal());
-    if std::env::var_os("KVFERRY_LOG_FORMAT").is_some_and(|format| format == "json") {
-        log.json().flatten_event(true).init();
-    } else {
-        log.init();
+        .with_ansi(terminal::colours(&std::io::stderr()));
+    match said("KVFERRY_LOG_FORMAT").as_deref() {
+        None | Some("text") => log.init(),
+        Some("json") => log.json().flatten_event(true).init(),
+        Some(other) => {
+            return Err(Failure::caller(format!("KVFERRY_LOG_FORMAT={other}: write `text` or `json`")));
+        }
     }
+    Ok(())
 }
 
 fn run(command: Command) -> Result<ExitCode, Failure> {

@@ -27,11 +27,14 @@ pub(crate) enum Look {
     Strong,
 }
 
+/// Whether what goes there may have colours.
+pub(crate) fn colours(to: &impl IsTerminal) -> bool {
+    to.is_terminal() && std::env::var_os("NO_COLOR").is_none_or(|value| value.is_empty())
+}
+
 /// `text` in a look, if stdout is a terminal.
 pub(crate) fn styled(look: Look, text: impl fmt::Display) -> String {
-    let plain =
-        !std::io::stdout().is_terminal() || std::env::var_os("NO_COLOR").is_some_and(|v| !v.is_empty());
-    if plain {
+    if !colours(&std::io::stdout()) {
         return text.to_string();
     }
     let code = match look {

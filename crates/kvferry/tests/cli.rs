@@ -55,6 +55,19 @@ fn serve_from_a_file() {
     }
 }
 
+/// What the log is asked for is understood, or refused; never ignored.
+#[test]
+fn logs_that_cannot_be() {
+    for (name, value, expected) in [
+        ("KVFERRY_LOG", "kvferry=loud", "KVFERRY_LOG=kvferry=loud: "),
+        ("KVFERRY_LOG_FORMAT", "xml", "KVFERRY_LOG_FORMAT=xml: write `text` or `json`"),
+    ] {
+        let run = finish(command(&["bench", "plan"]).env(name, value).output().unwrap());
+        assert_eq!((run.code, run.stdout.as_str()), (Some(2), ""), "{}", run.all());
+        assert!(run.stderr.contains(expected), "{}", run.all());
+    }
+}
+
 /// Exit status and everything said.
 fn said(args: &[&str]) -> String {
     let run = kvferry(args);
@@ -201,6 +214,7 @@ fn numbers_and_files_that_cannot_be() {
     }
     all.push(said(&["serve", "--role", "prefill"]));
     all.push(said(&["serve", "--role", "registry", "--listen", "0.0.0.0:0"]));
+    all.push(said(&["serve", "--role", "registry", "--listen", "8000"]));
     all.push(said(&[
         "serve",
         "--role",

@@ -131,7 +131,10 @@ impl Bar {
             svg,
             r#"<path class="spread" d="M{from:.1} {up}V{down}M{from:.1} {middle}H{to:.1}M{to:.1} {up}V{down}"/>"#
         );
-        text(svg, (x(high.max(*value)) + 8.0, base), "start", "value", &format!("{value:.2}"));
+        // Nothing shines through the number.
+        let at = x(high.max(*value)) + 8.0;
+        let _ = writeln!(svg, r#"<path class="page" d="M{:.1} {top:.1}h32v{BAR}h-32z"/>"#, at - 3.0);
+        text(svg, (at, base), "start", "value", &format!("{value:.2}"));
     }
 }
 

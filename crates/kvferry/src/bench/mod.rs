@@ -71,8 +71,17 @@ fn print<T: Serialize>(document: &T, json: bool, show: impl FnOnce(&T)) -> Resul
     Ok(())
 }
 
+/// Finds out whether a picture can be written before anything is measured for it.
+fn check_svg(path: Option<&Path>) -> Result<(), Failure> {
+    let Some(path) = path else { return Ok(()) };
+    let file = std::fs::File::options().append(true).create(true).open(path);
+    file.map(drop).map_err(|e| cannot_write(path, &e))
+}
+
 fn write_svg(path: &Path, svg: &str) -> Result<(), Failure> {
-    std::fs::write(path, svg).map_err(|e| {
-        Failure::new(Blame::Caller, format_args!("{}: {e}; name a file that can be written", path.display()))
-    })
+    std::fs::write(path, svg).map_err(|e| cannot_write(path, &e))
+}
+
+fn cannot_write(path: &Path, why: &std::io::Error) -> Failure {
+    Failure::caller(format_args!("--svg {}: {why}; name a file that can be written", path.display()))
 }

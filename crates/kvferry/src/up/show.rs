@@ -25,7 +25,7 @@ pub(super) fn text(cluster: &Cluster, model: &str, speaks: bool) -> String {
 fn curl(url: &str, model: &str, speaks: bool) -> String {
     let model = json!(model);
     let (path, lines) = if speaks {
-        let messages = json!([{ "role": "user", "content": "Why is the sky blue?" }]);
+        let messages = r#"[{"role": "user", "content": "Why is the sky blue?"}]"#;
         let rest = format!("\"messages\": {messages},\n  \"max_tokens\": 64, \"stream\": true");
         ("chat/completions", rest)
     } else {

@@ -14,6 +14,7 @@ use tokio::runtime::Runtime;
 
 use super::{
     chart::{Bar, Chart, Group},
+    check_svg,
     machine::{Machine, progress},
     numbers::{median, ratio},
     print, write_svg,
@@ -106,6 +107,7 @@ struct Document {
 }
 
 pub(super) fn run(args: &ServeBench, runtime: &Runtime) -> Result<ExitCode, Failure> {
+    check_svg(args.svg.as_deref())?;
     let document = runtime.block_on(measure(args))?;
     if let Some(path) = &args.svg {
         write_svg(path, &draw(&document))?;

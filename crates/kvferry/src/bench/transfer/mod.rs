@@ -14,6 +14,7 @@ use serde::Serialize;
 
 use super::{
     chart::{Bar, Chart, Group},
+    check_svg,
     machine::{Machine, Spent, progress},
     numbers::{mean, median, ratio},
     print, write_svg,
@@ -85,6 +86,7 @@ struct Document {
 }
 
 pub(super) fn run(args: &TransferBench) -> Result<ExitCode, Failure> {
+    check_svg(args.svg.as_deref())?;
     let (mut cases, mut congestion) = (Vec::new(), String::new());
     for make in [latent, heads] {
         let case = make(args.size)?;
