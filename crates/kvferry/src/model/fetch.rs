@@ -25,7 +25,7 @@ impl Progress {
     /// A bar of `total` bytes, or a spinner with a running count.
     pub(super) fn bytes(self, what: &str, total: Option<u64>) -> ProgressBar {
         let style = match total {
-            Some(_) => "{msg}  {bar:32.cyan/dim}  {bytes} of {total_bytes}  {binary_bytes_per_sec}  {eta}",
+            Some(_) => "{msg}  {bar:20.cyan/dim}  {bytes} of {total_bytes}  {binary_bytes_per_sec}  {eta}",
             None => "{spinner:.cyan} {msg}  {bytes}  {binary_bytes_per_sec}",
         };
         self.bar(total, style, what)
