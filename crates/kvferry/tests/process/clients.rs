@@ -25,8 +25,8 @@ struct State {
     name: &'static str,
     /// Length of the prompt, and tokens to generate.
     size: (u32, u32),
-    /// How it looks in the ledgers of prefill and decode.
-    reached: fn(&Ledger, &Ledger) -> bool,
+    /// How it looks in the ledgers of prefill and decode, and in decode's before the room.
+    reached: fn(&Ledger, &Ledger, &Ledger) -> bool,
     /// Prefill's part is over.
     handed_over: bool,
 }
@@ -35,25 +35,29 @@ const STATES: [State; 4] = [
     State {
         name: "moving",
         size: (2000, 4),
-        reached: |p, d| p.count("/engine/prefilling") == 1 && d.count("/node/receiving") == 1,
+        reached: |p, d, _| p.count("/engine/prefilling") == 1 && d.count("/node/receiving") == 1,
         handed_over: false,
     },
     State {
         name: "computed",
         size: (600, 4),
-        reached: |p, d| p.count("/engine/finished") == 1 && d.count("/node/receiving") == 1,
+        reached: |p, d, _| p.count("/engine/finished") == 1 && d.count("/node/receiving") == 1,
         handed_over: false,
     },
     State {
         name: "decoding",
         size: (48, 400),
-        reached: |p, d| p.count("/tasks") == 0 && d.count("/engine/decoding") == 1,
+        reached: |p, d, _| p.count("/tasks") == 0 && d.count("/engine/decoding") == 1,
         handed_over: true,
     },
     State {
         name: "over",
         size: (48, 4),
-        reached: |p, d| p.count("/tasks") == 0 && d.count("/tasks") == 0 && d.count("/node/completed") > 1,
+        reached: |p, d, before| {
+            p.count("/tasks") == 0
+                && d.count("/tasks") == 0
+                && d.count("/node/completed") > before.count("/node/completed")
+        },
         handed_over: true,
     },
 ];
@@ -106,8 +110,11 @@ fn leave(transport: &str) {
             let what =
                 format!("{name}, prefill's client leaves: {prefill_leaves}, decode's: {decode_leaves}");
             let mut ask = Ask::new(room, tokens, max_tokens);
+            // What the room before it did is not taken for this one's state.
+            quiet(&what);
+            let earlier = decode.ledger();
             let flight = Flight::start(runtime, &ask, &prefill, &decode);
-            wait_until(&what, || reached(&prefill.ledger(), &decode.ledger()));
+            wait_until(&what, || reached(&prefill.ledger(), &decode.ledger(), &earlier));
             let left = Instant::now();
             if prefill_leaves {
                 flight.prefill.abort();
