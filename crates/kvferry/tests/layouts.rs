@@ -8,13 +8,15 @@ mod common;
 use common::{assert_proven, ids_file, kvferry};
 use serde_json::Value;
 
-const TINY: [&str; 6] = ["demo", "--json", "--model", "embedded:llama_tiny", "--max-tokens", "3"];
+const DEMO: [&str; 4] = ["demo", "--json", "--max-tokens", "3"];
+const TINY: [&str; 2] = ["--model", "embedded:llama_tiny"];
 
 /// Prompts of so many tokens from one layout to another, on a transport.
 fn hand_over((from, to): (&str, &str), lengths: &[usize], more: &[&str]) -> Value {
     let folder = tempfile::tempdir().unwrap();
     let files: Vec<_> = lengths.iter().map(|length| ids_file(folder.path(), *length, 512, 3)).collect();
-    let mut args = [&TINY[..], &["--ignore-eos", "--prefill", from, "--decode", to], more].concat();
+    let model = if more.contains(&"--model") { &[][..] } else { &TINY };
+    let mut args = [&DEMO[..], model, &["--ignore-eos", "--prefill", from, "--decode", to], more].concat();
     args.extend(files.iter().flat_map(|file| ["--prompt-tokens", file.to_str().unwrap()]));
     let report = assert_proven(&kvferry(&args));
     assert_eq!(report["bit_equal"], true, "{from} to {to}: {report:#}");
@@ -89,7 +91,7 @@ fn element_types_go_over_as_they_are() {
     let folder = tempfile::tempdir().unwrap();
     let file = ids_file(folder.path(), 90, 512, 3);
     let pair = ["--prefill", "tp=3", "--decode", "tp=4,dcp=4", "--prompt-tokens", file.to_str().unwrap()];
-    let report = assert_proven(&kvferry(&[&TINY[..], &pair, &fast].concat()));
+    let report = assert_proven(&kvferry(&[&DEMO[..], &TINY, &pair, &fast].concat()));
     assert_eq!(report["claim"], "close_from_same_prefill");
     assert!(report["reference"].as_str().unwrap().contains("fp8"), "{report:#}");
 }
@@ -113,6 +115,23 @@ fn a_later_turn_moves_only_what_decode_lacks() {
             let bytes = |n: usize| report["prompts"][n]["transfer"]["bytes"].as_u64().unwrap();
             assert_eq!(bytes(1) * 120, bytes(0) * (150 - cached[1]), "{pair:?}");
         }
+    }
+}
+
+/// Latent rows and state, over stages that hold only one of the two.
+#[test]
+fn hybrid_models_between_any_two_layouts() {
+    let model = concat!(env!("CARGO_MANIFEST_DIR"), "/../kvferry-engine/tests/data/kimi_linear_tiny");
+    for (number, (pair, kv)) in [
+        (("tp=2,pp=4", "tp=4,dcp=4"), "fp8"),
+        (("tp=1", "tp=2,layers=0/1-7,page=24"), "bf16"),
+        (("tp=4,layers=0-2/3/4-7", "tp=6,dcp=3,pp=3,interleave=4,page=7"), "f32"),
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        let transport = ["tcp", "shm"][number % 2];
+        hand_over(pair, &[1, 70], &["--model", model, "--kv-dtype", kv, "--transport", transport]);
     }
 }
 

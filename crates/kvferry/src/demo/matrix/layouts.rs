@@ -7,16 +7,16 @@ use crate::failure::Failure;
 /// One line for each layout; the planner's page of layouts reads it too.
 const LIST: &str = include_str!("layouts.txt");
 
-/// The listed layouts for a model of `layers` layers, or those that `quick` runs.
-pub(super) fn listed(layers: usize, quick: bool) -> Result<Vec<LayoutSpec>, Failure> {
-    let last = layers.saturating_sub(1);
-    lines()
-        .filter(|(_, marked)| *marked || !quick)
-        .map(|(text, _)| {
-            let text = text.replace("layers=uneven", &format!("layers=0/1-{last}"));
-            text.parse().map_err(|e: SpecError| Failure::new(Blame::Us, e).within(text))
-        })
-        .collect()
+/// Names of the listed layouts, or of those that `quick` runs.
+pub(super) fn names(quick: bool) -> Vec<&'static str> {
+    lines().filter(|(_, marked)| *marked || !quick).map(|(name, _)| name).collect()
+}
+
+/// What a name means for a model of `layers` layers.
+pub(super) fn named(name: &str, layers: usize) -> Result<LayoutSpec, Failure> {
+    let uneven = format!("layers=0/1-{}", layers.saturating_sub(1));
+    let spec = name.replace("layers=uneven", &uneven).parse();
+    spec.map_err(|e: SpecError| Failure::new(Blame::Us, e).within(name))
 }
 
 fn lines() -> impl Iterator<Item = (&'static str, bool)> {
@@ -42,6 +42,10 @@ mod tests {
         }
     }
 
+    fn listed(layers: usize, quick: bool) -> Vec<LayoutSpec> {
+        names(quick).into_iter().map(|name| named(name, layers).unwrap()).collect()
+    }
+
     /// The values of a layout on each axis.
     fn axes(spec: &LayoutSpec) -> [u32; 5] {
         [spec.tp, spec.dcp, spec.interleave, stages(spec) as u32, spec.page]
@@ -49,7 +53,7 @@ mod tests {
 
     #[test]
     fn every_two_values_that_can_go_together_do() {
-        let all = listed(4, false).unwrap();
+        let all = listed(4, false);
         let found: BTreeSet<_> = all.iter().map(axes).collect();
         assert!(found.len() == all.len() && all.len() >= 12, "{} different layouts", found.len());
         // One stage, two uneven ones, three.
@@ -78,14 +82,14 @@ mod tests {
 
     #[test]
     fn two_stages_are_uneven_whatever_the_model() {
-        for spec in listed(7, false).unwrap().iter().filter(|spec| stages(spec) == 2) {
+        for spec in listed(7, false).iter().filter(|spec| stages(spec) == 2) {
             assert_eq!(spec.layers, LayerSplit::Explicit(vec![(0, 0), (1, 6)]));
         }
     }
 
     #[test]
     fn the_quick_part_has_every_size_of_tp() {
-        let sizes: BTreeSet<_> = listed(4, true).unwrap().iter().map(|spec| spec.tp).collect();
+        let sizes: BTreeSet<_> = listed(4, true).iter().map(|spec| spec.tp).collect();
         assert_eq!(sizes, [1, 2, 3, 4, 6].into());
     }
 }

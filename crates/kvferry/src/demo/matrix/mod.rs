@@ -1,5 +1,5 @@
 //! `kvferry demo --suite matrix`: every layout of a list hands prompts to every other. Each layout runs once on each
-//! side, in its own process, for each form of attention and each element type; what decode holds and answers is
+//! side, in its own process, for each model, form of attention and element type; what decode holds and answers is
 //! compared with one process that has one rank.
 
 mod layouts;
@@ -22,7 +22,7 @@ use super::{
 use crate::{
     args::{ArithArg, AttentionArg, DemoArgs},
     failure::Failure,
-    model::{self, Located, ModelRef, Progress},
+    model::{self, Located, Progress},
     serve::blocking,
     terminal,
 };
@@ -38,16 +38,11 @@ const AT_ONCE: usize = 4;
 /// Prompt tokens in a step: the long prompt is handed over in pieces that end on nobody's page.
 const CHUNK: u32 = 150;
 
+/// What is run when no model is named.
+const BUILT_IN: [&str; 1] = ["embedded:llama_tiny"];
+
 /// Runs the matrix; the exit status says whether every cell was proven equal.
 pub(crate) async fn run(mut args: DemoArgs) -> Result<ExitCode, Failure> {
-    let progress = if args.json { Progress::Quiet } else { Progress::Shown };
-    let located = model::locate(args.model.as_ref().unwrap_or(&ModelRef::Embedded), progress).await?;
-    let checkpoint = blocking({
-        let located = located.clone();
-        move || located.open()
-    })
-    .await?;
-    let layouts = layouts::listed(checkpoint.config().layers, args.quick)?;
     let tokens = PROMPTS.iter().map(|tokens| tokens + ANSWER as usize).sum::<usize>();
     args.engine.arith = ArithArg::Canonical;
     args.engine.chunk = CHUNK;
@@ -55,24 +50,23 @@ pub(crate) async fn run(mut args: DemoArgs) -> Result<ExitCode, Failure> {
     args.engine.pool_tokens = Some((tokens * AT_ONCE) as u64);
     args.engine.no_prefix_cache = true;
     (args.max_tokens, args.ignore_eos) = (ANSWER, true);
-    let suite = Suite {
-        prompts: PROMPTS.map(|count| prompts::by_ids(checkpoint.config().vocab, count)).into(),
-        layouts,
-        located,
-        args,
-    };
-    let kinds = suite.kinds();
-    let cells = kinds.len() * suite.layouts.len().pow(2);
-    let mut matrix = Matrix::new(checkpoint.name(), &suite.args, &suite.layouts, &PROMPTS);
-    if !suite.args.json {
-        matrix.title(kinds.len());
+    let progress = if args.json { Progress::Quiet } else { Progress::Shown };
+    let subjects = subjects(&args, progress).await?;
+    let layouts = layouts::names(args.quick);
+    let types = [Dtype::F32, Dtype::Bf16, Dtype::Fp8E4m3];
+    let sheets = subjects.len() * types.len();
+    let mut matrix = Matrix::new(&args, &layouts, &PROMPTS);
+    if !args.json {
+        matrix.title(sheets);
     }
-    let bar = progress.things("cells", cells as u64);
-    for (attention, kv) in kinds {
-        matrix.sheets.push(suite.sheet(attention, kv, &bar).await?);
+    let bar = progress.things("cells", (sheets * layouts.len().pow(2)) as u64);
+    for subject in &subjects {
+        for kv in types {
+            matrix.sheets.push(subject.sheet(&args, kv, &bar).await?);
+        }
     }
     bar.finish_and_clear();
-    if suite.args.json {
+    if args.json {
         terminal::line(serde_json::to_string(&matrix.finished()).map_err(|e| Failure::new(Blame::Us, e))?);
     } else {
         matrix.print();
@@ -80,26 +74,62 @@ pub(crate) async fn run(mut args: DemoArgs) -> Result<ExitCode, Failure> {
     Ok(if matrix.proven() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
-/// What all sheets have in common.
-struct Suite {
-    args: DemoArgs,
+/// Every model that is asked for, in every form that it can run in.
+async fn subjects(args: &DemoArgs, progress: Progress) -> Result<Vec<Subject>, Failure> {
+    let models = match &args.model {
+        Some(model) => vec![model.clone()],
+        None => {
+            BUILT_IN.iter().map(|name| name.parse().map_err(Failure::caller)).collect::<Result<_, _>>()?
+        }
+    };
+    let mut subjects = Vec::new();
+    for model in models {
+        let located = model::locate(&model, progress).await?;
+        let checkpoint = blocking({
+            let located = located.clone();
+            move || located.open()
+        })
+        .await?;
+        let config = checkpoint.config();
+        // A model with latent rows runs as it is.
+        let forms = match (&config.kda, &config.mla) {
+            (Some(_), _) => &[(AttentionArg::Gqa, "hybrid")][..],
+            (None, Some(_)) => &[(AttentionArg::Gqa, "mla")],
+            (None, None) => &[(AttentionArg::Gqa, "gqa"), (AttentionArg::Mla, "mla")],
+        };
+        for (attention, form) in forms {
+            let layouts = layouts::names(args.quick);
+            subjects.push(Subject {
+                model: checkpoint.name().to_owned(),
+                located: located.clone(),
+                attention: *attention,
+                form,
+                layouts: layouts
+                    .iter()
+                    .map(|name| layouts::named(name, config.layers))
+                    .collect::<Result<_, _>>()?,
+                prompts: PROMPTS.map(|count| prompts::by_ids(config.vocab, count)).into(),
+            });
+        }
+    }
+    Ok(subjects)
+}
+
+/// A model in one form of attention.
+struct Subject {
+    model: String,
     located: Located,
+    attention: AttentionArg,
+    form: &'static str,
     layouts: Vec<LayoutSpec>,
     prompts: Vec<Prompt>,
 }
 
-impl Suite {
-    /// The form of attention and the element type of each sheet.
-    fn kinds(&self) -> Vec<(AttentionArg, Dtype)> {
-        let forms = [AttentionArg::Gqa, AttentionArg::Mla];
-        let types = [Dtype::F32, Dtype::Bf16, Dtype::Fp8E4m3];
-        forms.into_iter().flat_map(|form| types.map(|kv| (form, kv))).collect()
-    }
-
-    /// All pairs of layouts with one form of attention and one element type.
-    async fn sheet(&self, attention: AttentionArg, kv: Dtype, bar: &ProgressBar) -> Result<Sheet, Failure> {
-        let mut args = self.args.clone();
-        (args.engine.attention, args.engine.kv_dtype) = (attention, kv);
+impl Subject {
+    /// All pairs of layouts with one element type.
+    async fn sheet(&self, args: &DemoArgs, kv: Dtype, bar: &ProgressBar) -> Result<Sheet, Failure> {
+        let mut args = args.clone();
+        (args.engine.attention, args.engine.kv_dtype) = (self.attention, kv);
         let plan = Plan::new(&args);
         let answers = self.answers(&args, plan.clone()).await?;
         let mut fleet = Fleet::start().await?;
@@ -115,7 +145,7 @@ impl Suite {
                 async move { Cell { prefill: from, decode: to, findings: cell.await } }
             })
             .buffer_unordered(AT_ONCE);
-        let mut sheet = Sheet::new(&args);
+        let mut sheet = Sheet::new(&self.model, self.form, kv);
         while let Some(cell) = cells.next().await {
             sheet.cells.push(cell);
             bar.inc(1);

@@ -1,6 +1,6 @@
 //! What the matrix found, for people and for machines.
 
-use kvferry_plan::LayoutSpec;
+use kvferry_plan::Dtype;
 use serde::Serialize;
 
 use super::super::report::Finding;
@@ -22,18 +22,18 @@ pub(super) struct Cell {
     pub(super) findings: Vec<Finding>,
 }
 
-/// All pairs with one form of attention and one element type.
+/// All pairs with one model, form of attention and element type.
 #[derive(Debug, Serialize)]
 pub(super) struct Sheet {
-    attention: String,
+    model: String,
+    attention: &'static str,
     kv: String,
     pub(super) cells: Vec<Cell>,
 }
 
 impl Sheet {
-    pub(super) fn new(args: &DemoArgs) -> Self {
-        let engine = &args.engine;
-        Self { attention: name_of(&engine.attention), kv: engine.kv_dtype.to_string(), cells: Vec::new() }
+    pub(super) fn new(model: &str, attention: &'static str, kv: Dtype) -> Self {
+        Self { model: model.to_owned(), attention, kv: kv.to_string(), cells: Vec::new() }
     }
 
     fn equal(&self) -> usize {
@@ -45,11 +45,10 @@ impl Sheet {
 #[derive(Debug, Serialize)]
 pub(super) struct Matrix {
     suite: &'static str,
-    model: String,
     transport: String,
     prompt_tokens: Vec<usize>,
     /// By number, on both sides.
-    layouts: Vec<String>,
+    layouts: Vec<&'static str>,
     /// Pairs of layouts, over all sheets.
     cells: usize,
     /// The exit status: true is 0.
@@ -58,13 +57,12 @@ pub(super) struct Matrix {
 }
 
 impl Matrix {
-    pub(super) fn new(model: &str, args: &DemoArgs, layouts: &[LayoutSpec], prompts: &[usize]) -> Self {
+    pub(super) fn new(args: &DemoArgs, layouts: &[&'static str], prompts: &[usize]) -> Self {
         Self {
             suite: "matrix",
-            model: model.to_owned(),
             transport: name_of(&args.engine.transport),
             prompt_tokens: prompts.into(),
-            layouts: layouts.iter().map(ToString::to_string).collect(),
+            layouts: layouts.to_vec(),
             cells: 0,
             proven: false,
             sheets: Vec::new(),
@@ -93,8 +91,8 @@ impl Matrix {
         let (count, prompts) = (self.layouts.len(), self.prompt_tokens.iter());
         let prompts: Vec<_> = prompts.map(ToString::to_string).collect();
         let title = format!(
-            "{}, canonical, over {}: {count} layouts to {count}, {sheets} kinds of cache, {} cells; prompts of {} tokens",
-            self.model,
+            "{count} layouts to {count}, over {}, canonical arithmetic, {sheets} kinds of cache: {} cells; prompts of {} \
+             tokens; `uneven` is a first stage of one layer",
             self.transport,
             sheets * count * count,
             prompts.join(" and ")
@@ -104,7 +102,7 @@ impl Matrix {
 
     /// Prints grid and verdict.
     pub(super) fn print(&self) {
-        let wide = self.layouts.iter().map(String::len).max().unwrap_or(0);
+        let wide = self.layouts.iter().map(|name| name.len()).max().unwrap_or(0);
         terminal::line("");
         let digits = |of: fn(usize) -> String| (1..=self.layouts.len()).map(of).collect::<String>();
         let tens = digits(|n| if n < 10 { " ".into() } else { (n / 10).to_string() });
@@ -122,7 +120,8 @@ impl Matrix {
             let (equal, all) = (sheet.equal(), sheet.cells.len());
             let look = if equal == all { Look::Good } else { Look::Bad };
             terminal::line(format_args!(
-                "{:>4} {:<4}  {}",
+                "{} {} {:<4}  {}",
+                sheet.model,
                 sheet.attention,
                 sheet.kv,
                 styled(look, format_args!("{equal} of {all} equal"))
@@ -156,11 +155,11 @@ impl Matrix {
             })
         };
         for (sheet, cell, finding) in found().take(SHOWN) {
-            let name = |number: usize| self.layouts.get(number).map_or("", String::as_str);
+            let name = |number: usize| self.layouts.get(number).copied().unwrap_or_default();
             let (from, to) = (name(cell.prefill), name(cell.decode));
-            let Sheet { attention, kv, .. } = sheet;
+            let Sheet { model, attention, kv, .. } = sheet;
             let text = format!(
-                "{}: {attention} {kv}, {from} → {to}: {}",
+                "{}: {model} {attention} {kv}, {from} → {to}: {}",
                 styled(Look::Bad, "finding"),
                 finding.text
             );
