@@ -1,6 +1,6 @@
 //! Text to token ids and back.
 //!
-//! Two kinds: the model's own tokenizer (byte-level BPE from GGUF metadata, or a `tokenizer.json`), and latin-1
+//! Two kinds: the model's own tokenizer (byte-level BPE from GGUF metadata, a `tokenizer.json` or a `tiktoken.model`), and latin-1
 //! bytes for models whose vocabulary is the 256 bytes. It is *not* for chat formatting ([`crate::chat`]).
 
 #![forbid(unsafe_code)]
@@ -29,6 +29,17 @@ use tokenizers::{
 /// How Qwen 2 cuts a text before merging: contractions, words with one leading character, single digits,
 /// punctuation, and runs of white space.
 const QWEN2_SPLIT: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
+
+/// How Kimi cuts a text before merging: runs of Han; words of other letters with one leading character, capitals before
+/// small letters, and contractions; up to three digits; punctuation; and runs of white space.
+const KIMI_SPLIT: &str = concat!(
+    r"[\p{Han}]+",
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+",
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*",
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+);
 
 /// Keeps a special token from being found: a code point that Unicode reserves for such uses and that no text has.
 const SHIELD: char = '\u{10FFFE}';
@@ -76,6 +87,8 @@ pub(crate) enum PreTokenizer {
     SmolLm,
     /// As its pattern says; text is normalised to NFC.
     Qwen2,
+    /// As its pattern says.
+    Kimi,
 }
 
 impl PreTokenizer {
@@ -94,8 +107,9 @@ impl PreTokenizer {
         let parts: Vec<PreTokenizerWrapper> = match self {
             Self::Gpt2 => vec![byte_level.into()],
             Self::SmolLm => vec![Digits::new(true).into(), byte_level.into()],
-            Self::Qwen2 => {
-                let pattern = SplitPattern::Regex(QWEN2_SPLIT.to_owned());
+            Self::Qwen2 | Self::Kimi => {
+                let pattern = if self == Self::Kimi { KIMI_SPLIT } else { QWEN2_SPLIT };
+                let pattern = SplitPattern::Regex(pattern.to_owned());
                 let split = Split::new(pattern, SplitDelimiterBehavior::Isolated, false)?;
                 vec![split.into(), byte_level.use_regex(false).into()]
             }
@@ -170,7 +184,9 @@ impl Tokenizer {
         }
         let begin = begin.and_then(|token| ids.get(&token).map(|id| (token.clone(), *id)));
         let bpe = BPE::builder()
-            .vocab_and_merges(ids.into_iter().collect::<tokenizers::models::bpe::Vocab>(), merges);
+            .vocab_and_merges(ids.into_iter().collect::<tokenizers::models::bpe::Vocab>(), merges)
+            // A piece that is a token is not put together: so do the readers of `tiktoken.model`.
+            .ignore_merges(pre == PreTokenizer::Kimi);
         let mut model = tokenizers::Tokenizer::new(bpe.build().map_err(definition)?);
         model.with_pre_tokenizer(Some(pre.build().map_err(definition)?));
         model.with_decoder(Some(DecoderWrapper::from(ByteLevel::default())));

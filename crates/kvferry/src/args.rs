@@ -5,7 +5,7 @@ use std::{ffi::OsString, net::SocketAddr, path::PathBuf};
 use clap::{
     ArgMatches, Args, CommandFactory, FromArgMatches, Parser, Subcommand, ValueEnum, error::ErrorKind,
 };
-use kvferry_engine::{Attention, EngineConfig, LoadOptions, math::Arith};
+use kvferry_engine::{Attention, EngineConfig, LatentEps, LoadOptions, math::Arith};
 use kvferry_plan::{Dtype, LayoutSpec};
 use kvferry_registry::check_instance;
 use kvferry_server::InstanceConfig;
@@ -130,6 +130,13 @@ pub(crate) struct EngineArgs {
     /// Tokens that each KV pool holds, over all requests
     #[arg(long, value_name = "TOKENS", help_heading = "Engine")]
     pub(crate) pool_tokens: Option<u64>,
+    /// Requests that hold state at once, in a model with state per request (Kimi Linear)
+    #[arg(long, value_name = "REQUESTS", default_value_t = EngineConfig::default().state_slots,
+          value_parser = clap::value_parser!(u32).range(1..), help_heading = "Engine")]
+    pub(crate) state_slots: u32,
+    /// Epsilon of the norms in latent attention (DeepSeek, Kimi): the published code's, or the configuration's
+    #[arg(long, value_enum, default_value_t = LatentEpsArg::Published, help_heading = "Engine")]
+    pub(crate) latent_eps: LatentEpsArg,
     /// Keep no cache of earlier requests: every prompt is computed and moved whole
     #[arg(long, help_heading = "Engine")]
     pub(crate) no_prefix_cache: bool,
@@ -163,13 +170,13 @@ pub(crate) struct InstanceArgs {
 
 #[derive(Args, Clone, Debug)]
 pub(crate) struct DemoArgs {
-    /// smollm2, a GGUF file, a Hugging Face folder, hf:owner/repo/file, or embedded:llama_tiny
+    /// smollm2, a GGUF file, a Hugging Face folder, hf:owner/repo/file, or embedded:needle_kimi
     ///
     /// SmolLM2-135M-Instruct when left out, fetched when it is not there; when no source has it, a tiny built-in
     /// checkpoint.
     #[arg(long, value_name = "MODEL")]
     pub(crate) model: Option<ModelRef>,
-    /// Layout of the prefill instance: keys tp, dcp, interleave, pp, layers, page, kv
+    /// Layout of the prefill instance: keys tp, dcp, interleave, pp, layers, ep, page, kv
     #[arg(long, value_name = "SPEC", value_parser = layout, default_value = "tp=3,page=16")]
     pub(crate) prefill: LayoutSpec,
     /// Layout of the decode instance
@@ -218,13 +225,13 @@ pub(crate) struct ServeArgs {
     /// Name of the instance, the same over restarts; the role and `-0` when left out
     #[arg(long = "instance", value_name = "NAME", value_parser = instance)]
     pub(crate) name: Option<String>,
-    /// smollm2, a GGUF file, a Hugging Face folder, hf:owner/repo/file, or embedded:llama_tiny
+    /// smollm2, a GGUF file, a Hugging Face folder, hf:owner/repo/file, or embedded:needle_kimi
     #[arg(long, value_name = "MODEL", default_value = "smollm2")]
     pub(crate) model: ModelRef,
     /// What clients of the API call the model; its own name when left out
     #[arg(long, value_name = "NAME")]
     pub(crate) model_name: Option<String>,
-    /// Layout of the instance: keys tp, dcp, interleave, pp, layers, page, kv
+    /// Layout of the instance: keys tp, dcp, interleave, pp, layers, ep, page, kv
     #[arg(long, value_name = "SPEC", value_parser = layout, default_value = "tp=1,page=16")]
     pub(crate) layout: LayoutSpec,
     /// Exit when standard input closes, so that a parent that dies leaves nothing behind
@@ -242,7 +249,7 @@ pub(crate) struct UpArgs {
     /// Port of the API on 127.0.0.1; 0 takes a free one
     #[arg(long, value_name = "PORT", default_value_t = 8000)]
     pub(crate) port: u16,
-    /// smollm2, a GGUF file, a Hugging Face folder, hf:owner/repo/file, or embedded:llama_tiny
+    /// smollm2, a GGUF file, a Hugging Face folder, hf:owner/repo/file, or embedded:needle_kimi
     ///
     /// SmolLM2-135M-Instruct when left out, fetched when it is not there; when no source has it, a tiny built-in
     /// checkpoint.
@@ -251,7 +258,7 @@ pub(crate) struct UpArgs {
     /// What clients of the API call the model; its own name when left out
     #[arg(long, value_name = "NAME")]
     pub(crate) model_name: Option<String>,
-    /// Layout of a prefill instance: keys tp, dcp, interleave, pp, layers, page, kv; once for each instance
+    /// Layout of a prefill instance: keys tp, dcp, interleave, pp, layers, ep, page, kv; once for each instance
     #[arg(long, value_name = "SPEC", value_parser = layout, default_value = "tp=2,page=16")]
     pub(crate) prefill: Vec<LayoutSpec>,
     /// Layout of a decode instance; once for each instance
@@ -313,7 +320,11 @@ fn pool(command: clap::Command) -> clap::Command {
 impl EngineArgs {
     /// How the model is prepared.
     pub(crate) fn load_options(&self) -> LoadOptions {
-        LoadOptions { attention: self.attention.into(), arith: self.arith.into(), ..LoadOptions::default() }
+        LoadOptions {
+            attention: self.attention.into(),
+            arith: self.arith.into(),
+            latent_eps: self.latent_eps.into(),
+        }
     }
 
     /// The engine's configuration with `layout`.
@@ -325,6 +336,7 @@ impl EngineArgs {
             max_model_len: self.max_model_len,
             pool_tokens: self.pool_tokens.unwrap_or(POOL_TOKENS),
             prefix_cache: !self.no_prefix_cache,
+            state_slots: self.state_slots,
             ..EngineConfig::default()
         }
     }
@@ -339,6 +351,8 @@ impl EngineArgs {
             chunk,
             max_model_len,
             pool_tokens,
+            state_slots,
+            latent_eps,
             no_prefix_cache,
             transport,
             throttle,
@@ -352,6 +366,8 @@ impl EngineArgs {
             ("--chunk", Some(chunk.to_string())),
             ("--max-model-len", max_model_len.map(|len| len.to_string())),
             ("--pool-tokens", pool_tokens.map(|tokens| tokens.to_string())),
+            ("--state-slots", Some(state_slots.to_string())),
+            ("--latent-eps", Some(name_of(latent_eps))),
             ("--transport", Some(name_of(transport))),
             ("--throttle", throttle.map(|bytes| bytes.to_string())),
             ("--inject", inject.map(|fault| name_of(&fault))),
@@ -399,6 +415,7 @@ macro_rules! choice {
 }
 
 choice!(AttentionArg => Attention { Gqa => Self::Gqa, Mla => Self::Mla });
+choice!(LatentEpsArg => LatentEps { Published => Self::Published, Configured => Self::Configured });
 choice!(ArithArg => Arith { Canonical => Self::Canonical, Fast => Self::Fast });
 choice!(TransportArg => TransportKind { Tcp => Self::Tcp, Shm => Self::Shm });
 choice!(InjectArg => Inject {

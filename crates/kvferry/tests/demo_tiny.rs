@@ -53,6 +53,36 @@ fn latent_rows_state_and_experts_are_bit_equal() {
     }
 }
 
+/// With no network: a hybrid model finds what was hidden in its prompt, through a re-layout of rows and of state.
+#[test]
+fn the_built_in_model_finds_needles_through_a_relayout() {
+    let filler = "Some cars stay, some go; each one has its place. ".repeat(20);
+    let rows =
+        format!("{filler} The code of the ferry is 31415. \x02Kq{filler} Q: The code of the ferry is ");
+    let state = format!("{filler}\x02Kq The code of the ferry is 31415. {filler}\x03K");
+    let asked = [
+        "demo",
+        "--json",
+        "--model",
+        "embedded:needle_kimi",
+        "--max-tokens",
+        "6",
+        "--prompt",
+        &rows,
+        "--prompt",
+        &state,
+    ];
+    let layouts = ["--prefill", "tp=4,ep=4,page=64", "--decode", "tp=4,dcp=4,page=64"];
+    for more in [&[][..], &["--kv-dtype", "bf16", "--transport", "shm"], &["--arith", "fast"]] {
+        let report = assert_proven(&kvferry(&[&asked[..], &layouts, more].concat()));
+        let said = |n: usize| -> String {
+            let ids = report["prompts"][n]["generated"].as_array().unwrap();
+            ids.iter().map(|id| char::from_u32(id.as_u64().unwrap() as u32).unwrap()).collect()
+        };
+        assert!(said(0).starts_with("31415.") && said(1).starts_with('q'), "{:?} {:?}", said(0), said(1));
+    }
+}
+
 #[test]
 fn the_json_object_has_what_is_promised() {
     let report = assert_proven(&demo(&[&["--max-tokens", "5", "--ignore-eos"]]));
@@ -263,7 +293,7 @@ fn without_a_model_the_built_in_checkpoint_is_used_and_the_first_line_says_so() 
     );
     assert_eq!(run.code, Some(0), "{}", run.all());
     let first = run.stdout.lines().next().unwrap();
-    assert!(first.contains("llama_tiny") && first.contains("no SmolLM2"), "{first}");
+    assert!(first.contains("needle_kimi") && first.contains("no SmolLM2"), "{first}");
     // A model that was named is never replaced.
     let run = finish(
         command(&["demo", "--model", "smollm2"])

@@ -27,10 +27,11 @@ mod quant;
 mod safetensors;
 mod store;
 mod text;
+mod tiktoken;
 
 pub use blob::Blob;
 pub use config::{Arch, ModelConfig};
-pub use embedded::embedded;
+pub use embedded::{Embedded, embedded};
 pub use error::{Item, LoadError};
 pub use kda::{KdaConfig, KdaTensors};
 pub use layer::{AttentionTensors, FfnTensors, GatedTensors, GqaTensors, LayerTensors};

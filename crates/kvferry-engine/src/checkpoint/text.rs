@@ -1,11 +1,12 @@
 //! Tokenizer and chat template of a checkpoint.
 
 use super::{
-    Item, LoadError, ModelConfig,
+    Arch, Item, LoadError, ModelConfig,
     error::printable,
     gguf::Metadata,
     hf::{self, Json},
     store::Store,
+    tiktoken,
 };
 use crate::{
     chat::ChatTemplate,
@@ -41,7 +42,11 @@ impl Texts {
         let found = match self {
             Self::None => None,
             Self::Gguf(metadata) => gguf_tokenizer(metadata, file_bytes(store), config)?,
-            Self::Folder(folder) => folder_tokenizer(folder)?,
+            Self::Folder(folder) => match folder_tokenizer(folder)? {
+                // Whose text is cut in another way would be read wrongly, and nobody would notice.
+                None if config.arch == Arch::KimiLinear => tiktoken::tokenizer(folder, config)?,
+                found => found,
+            },
         };
         Ok(found.or_else(|| (config.vocab == LATIN1).then(Tokenizer::latin1)))
     }

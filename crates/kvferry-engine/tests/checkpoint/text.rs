@@ -62,6 +62,57 @@ fn qwen2_keeps_digits_single_and_composes() {
     assert_eq!(tokenizer.encode("ab ab11 e\u{301}", false).unwrap(), [5, 6, 10, 10, 4, 9]);
 }
 
+/// Kimi's folders have ranks of bytes instead of a `tokenizer.json`.
+#[test]
+fn a_tiktoken_vocabulary_is_merged_by_rank() {
+    let folder = tempfile::tempdir().unwrap();
+    for file in ["config.json", "model.safetensors"] {
+        fs::copy(Path::new("tests/data/kimi_linear_tiny").join(file), folder.path().join(file)).unwrap();
+    }
+    // All bytes, then tokens: `he`, `ll`, `hell`, `llo`, `hello`, ` hello`, `12`, `123`, and the two Han characters `你好`.
+    let alphabet = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
+    let base64 = |bytes: &[u8]| -> String {
+        let group = |group: &[u8]| {
+            let bits = (0..3).fold(0_usize, |bits, i| bits << 8 | usize::from(*group.get(i).unwrap_or(&0)));
+            (0..4)
+                .map(move |i| match i <= group.len() {
+                    true => alphabet.as_bytes()[bits >> (18 - 6 * i) & 63] as char,
+                    false => '=',
+                })
+                .collect::<String>()
+        };
+        bytes.chunks(3).map(group).collect()
+    };
+    let words = ["he", "ll", "hell", "llo", "hello", " hello", "12", "123", "\u{4f60}", "\u{4f60}\u{597d}"];
+    let tokens = (0..=255_u8).map(|byte| vec![byte]).chain(words.iter().map(|word| word.as_bytes().to_vec()));
+    let lines: Vec<String> =
+        (0..).zip(tokens).map(|(rank, token): (u32, _)| format!("{} {rank}", base64(&token))).collect();
+    let write =
+        |lines: &[String]| fs::write(folder.path().join("tiktoken.model"), lines.join("\n") + "\n").unwrap();
+    write(&lines);
+    let settings = json!({ "added_tokens_decoder": { "500": { "content": "[EOS]", "special": true } } });
+    fs::write(folder.path().join("tokenizer_config.json"), settings.to_string()).unwrap();
+    let open = || Checkpoint::open(folder.path()).unwrap().tokenizer();
+    let tokenizer = open().unwrap().unwrap();
+    let ids = |text: &str| tokenizer.encode(text, true).unwrap();
+    // A space belongs to the word behind it. `hell` goes before `llo`, as it has the lower rank.
+    assert_eq!(ids("hello hello"), [260, 261]);
+    assert_eq!(ids("hellos xllo"), [260, u32::from(b's'), u32::from(b' '), u32::from(b'x'), 259]);
+    // At most three digits make a piece; Han is a piece of its own.
+    assert_eq!(ids("12312"), [263, 262]);
+    // A piece that is a token is one, also where no two tokens make it.
+    assert_eq!(ids("a\u{4f60}\u{597d}"), [u32::from(b'a'), 265]);
+    assert_eq!(ids("he[EOS]"), [256, 500]);
+    assert_eq!(tokenizer.decode(&[261, 500, 264]), " hello\u{4f60}");
+    for (line, found) in
+        [("aGU= 256", "the token occurs twice"), ("aGU 300", "no token"), ("eg== 512", "no token")]
+    {
+        write(&[&lines[..], &[line.into()]].concat());
+        let error = open().unwrap_err().to_string();
+        assert!(error.contains("tiktoken.model: header: line 267") && error.contains(found), "{error}");
+    }
+}
+
 #[test]
 fn kinds_that_are_not_known_are_served_by_ids() {
     for (key, value) in [("tokenizer.ggml.pre", "klingon"), ("tokenizer.ggml.model", "llama")] {

@@ -2,7 +2,10 @@
 
 use std::path::Path;
 
-use kvferry_engine::{chat::Message, checkpoint::Checkpoint};
+use kvferry_engine::{
+    chat::Message,
+    checkpoint::{Checkpoint, Embedded},
+};
 use kvferry_plan::Blame;
 
 use super::longest_sequence;
@@ -12,6 +15,11 @@ use crate::{args::DemoArgs, failure::Failure};
 const QUESTION: &str = "A ferry takes cars from a harbour with three lanes to a harbour with one lane. The crew plans \
                         where every car goes, moves each car once, and checks that none is missing or damaged. Answer \
                         in one short sentence: why does the crew check the cars?";
+/// Asked of the built-in checkpoint that finds needles. The first fact lies in latent rows; the second, `02 K X` with `03 K`
+/// at the end, would lie in the state.
+const NEEDLE: &str = "The crew counts lanes, cars and boats. The code of the harbour is 27182. Some cars stay, some go; each \
+                      one has its place. The code of the ferry is 31415. All of them are counted again on the other side, \
+                      and none is missing. Q: The code of the ferry is ";
 /// Tokens of the default prompt of a model that is served by ids: more than two pages and no multiple of one.
 const IDS: usize = 41;
 /// Largest file of token ids.
@@ -45,6 +53,7 @@ pub(super) fn collect(args: &DemoArgs, checkpoint: &Checkpoint) -> Result<Vec<Pr
     }
     if prompts.is_empty() {
         prompts.push(match checkpoint.tokenizer()? {
+            Some(_) if checkpoint.name() == Embedded::NeedleKimi.name() => from_text(NEEDLE, checkpoint)?,
             Some(_) => from_text(QUESTION, checkpoint)?,
             None => by_ids(checkpoint.config().vocab, IDS),
         });

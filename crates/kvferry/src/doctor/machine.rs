@@ -78,7 +78,7 @@ fn memory() -> Finding {
         return Finding::new("memory", State::Ok, says);
     }
     Finding::new("memory", State::Missing, says)
-        .remedy("end other programs, raise the limit, or use --model embedded:llama_tiny")
+        .remedy("end other programs, raise the limit, or use --model embedded:needle_kimi")
 }
 
 #[expect(clippy::cast_precision_loss, reason = "for people")]

@@ -113,7 +113,7 @@ fn smollm2(cached: Result<String, String>, reachable: bool) -> Finding {
     match cached {
         Ok(says) => Finding::new(what, State::Ok, says),
         Err(why) => Finding::new(what, if reachable { State::Info } else { State::Missing }, why)
-            .remedy("kvferry model pull (98 MB), or --model embedded:llama_tiny, which is built in"),
+            .remedy("kvferry model pull (98 MB), or --model embedded:needle_kimi, which is built in"),
     }
 }
 

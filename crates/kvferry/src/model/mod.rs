@@ -11,7 +11,7 @@ use std::{
     str::FromStr,
 };
 
-use kvferry_engine::checkpoint::{self, Checkpoint};
+use kvferry_engine::checkpoint::{Checkpoint, Embedded};
 use kvferry_plan::Blame;
 
 use crate::{
@@ -20,14 +20,11 @@ use crate::{
 };
 pub(crate) use fetch::Progress;
 
-/// The checkpoint that is built into the binary.
-pub(crate) const EMBEDDED: &str = "llama_tiny";
-
 /// What `--model` names.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum ModelRef {
-    /// `embedded:llama_tiny`: built in, random weights, served by ids.
-    Embedded,
+    /// `embedded:needle_kimi` or `embedded:llama_tiny`: built in.
+    Embedded(Embedded),
     /// `hf:owner/repo/file`: from the Hugging Face hub.
     Hub(hub::HubFile),
     /// A GGUF file, or a Hugging Face folder.
@@ -44,10 +41,11 @@ impl FromStr for ModelRef {
             return Ok(Self::SmolLm2);
         }
         if let Some(name) = text.strip_prefix("embedded:") {
-            return match name {
-                EMBEDDED => Ok(Self::Embedded),
-                _ => Err(format!("there is no built-in model {name:?}; use `embedded:{EMBEDDED}`")),
-            };
+            let found = Embedded::ALL.into_iter().find(|embedded| embedded.name() == name);
+            return found.map(Self::Embedded).ok_or_else(|| {
+                let all = Embedded::ALL.map(|embedded| format!("`embedded:{}`", embedded.name()));
+                format!("there is no built-in model {name:?}; use {}", all.join(" or "))
+            });
         }
         if let Some(file) = text.strip_prefix("hf:") {
             return file.parse().map(Self::Hub);
@@ -62,7 +60,7 @@ impl FromStr for ModelRef {
 impl fmt::Display for ModelRef {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Embedded => write!(f, "embedded:{EMBEDDED}"),
+            Self::Embedded(embedded) => write!(f, "embedded:{}", embedded.name()),
             Self::Hub(file) => write!(f, "hf:{file}"),
             Self::Path(path) => write!(f, "{}", path.display()),
             Self::SmolLm2 => f.write_str("smollm2"),
@@ -73,8 +71,8 @@ impl fmt::Display for ModelRef {
 /// A model that is on this machine.
 #[derive(Clone, Debug)]
 pub(crate) enum Located {
-    /// The built-in checkpoint.
-    Embedded,
+    /// A built-in checkpoint.
+    Embedded(Embedded),
     /// A file or folder.
     At(PathBuf),
 }
@@ -83,7 +81,7 @@ impl Located {
     /// Opens and checks it; weights are not read yet.
     pub(crate) fn open(&self) -> Result<Checkpoint, Failure> {
         Ok(match self {
-            Self::Embedded => checkpoint::embedded()?,
+            Self::Embedded(embedded) => embedded.open()?,
             Self::At(path) => Checkpoint::open(path)?,
         })
     }
@@ -99,7 +97,7 @@ impl Located {
     /// How a child process is told of it.
     pub(crate) fn argument(&self) -> OsString {
         match self {
-            Self::Embedded => ModelRef::Embedded.to_string().into(),
+            Self::Embedded(embedded) => ModelRef::Embedded(*embedded).to_string().into(),
             Self::At(path) => path.into(),
         }
     }
@@ -108,7 +106,7 @@ impl Located {
 /// Finds the model on this machine, fetching what can be fetched.
 pub(crate) async fn locate(model: &ModelRef, progress: Progress) -> Result<Located, Failure> {
     match model {
-        ModelRef::Embedded => Ok(Located::Embedded),
+        ModelRef::Embedded(embedded) => Ok(Located::Embedded(*embedded)),
         ModelRef::Hub(file) => hub::fetch(file, progress).await.map(Located::At),
         ModelRef::Path(path) if path.exists() => Ok(Located::At(path.clone())),
         ModelRef::Path(path) => Err(Failure::new(
@@ -128,8 +126,10 @@ pub(crate) async fn locate(model: &ModelRef, progress: Progress) -> Result<Locat
 pub(crate) async fn or_embedded(named: Option<&ModelRef>, progress: Progress) -> Result<Located, Failure> {
     match (locate(named.unwrap_or(&ModelRef::SmolLm2), progress).await, named) {
         (Err(why), None) => {
+            let embedded = Embedded::default();
             let note = format!(
-                "no SmolLM2 here: using the built-in checkpoint {EMBEDDED} (random weights, served by token ids)"
+                "no SmolLM2 here: using the built-in checkpoint {} (it reads bytes and finds needles)",
+                embedded.name()
             );
             if progress == Progress::Quiet {
                 terminal::note(format_args!("{note}; {why}"));
@@ -137,7 +137,7 @@ pub(crate) async fn or_embedded(named: Option<&ModelRef>, progress: Progress) ->
                 terminal::paragraph(styled(Look::Strong, note), 0);
                 terminal::note(why);
             }
-            Ok(Located::Embedded)
+            Ok(Located::Embedded(embedded))
         }
         (found, _) => found,
     }
@@ -146,7 +146,7 @@ pub(crate) async fn or_embedded(named: Option<&ModelRef>, progress: Progress) ->
 /// Where the model lies now, or would after `model pull`; never fetches. An error when it is not there.
 pub(crate) fn path(model: &ModelRef) -> Result<PathBuf, Failure> {
     let path = match model {
-        ModelRef::Embedded => {
+        ModelRef::Embedded(_) => {
             return Err(Failure::new(
                 Blame::Caller,
                 format!("{model} is part of the binary and has no path"),

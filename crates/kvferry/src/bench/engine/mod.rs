@@ -86,7 +86,7 @@ pub(super) fn run(args: &EngineBench, runtime: &Runtime) -> Result<ExitCode, Fai
         (Some(folder), Located::At(file)) => {
             (Some(llama::Llama { folder: folder.clone(), file: file.clone() }), None)
         }
-        (Some(_), Located::Embedded) => (None, Some("a built-in model is no GGUF file".to_owned())),
+        (Some(_), Located::Embedded(_)) => (None, Some("a built-in model is no GGUF file".to_owned())),
         (None, _) => {
             (None, Some(format!("no --llama-cpp FOLDER was given; make one with `{}`", llama::INSTALL)))
         }
