@@ -142,12 +142,15 @@ fn the_matrix_proves_its_cells_and_finds_faults() {
     let run = kvferry(&quick);
     assert_eq!(run.code, Some(0), "{}", run.all());
     let report = run.json();
-    assert_eq!((&report["proven"], &report["cells"]), (&true.into(), &150.into()));
+    assert_eq!((&report["proven"], &report["cells"]), (&true.into(), &225.into()));
     let sheets = report["sheets"].as_array().unwrap();
     let kinds: Vec<_> =
         sheets.iter().map(|s| (s["attention"].as_str().unwrap(), s["kv"].as_str().unwrap())).collect();
     let types = ["f32", "bf16", "fp8"];
-    assert_eq!(kinds, ["gqa", "mla"].iter().flat_map(|form| types.map(|kv| (*form, kv))).collect::<Vec<_>>());
+    assert_eq!(
+        kinds,
+        ["gqa", "mla", "hybrid"].iter().flat_map(|form| types.map(|kv| (*form, kv))).collect::<Vec<_>>()
+    );
     for sheet in sheets {
         let mut pairs: Vec<_> = sheet["cells"]
             .as_array()

@@ -39,7 +39,7 @@ const AT_ONCE: usize = 4;
 const CHUNK: u32 = 150;
 
 /// What is run when no model is named.
-const BUILT_IN: [&str; 1] = ["embedded:llama_tiny"];
+const BUILT_IN: [&str; 2] = ["embedded:llama_tiny", "embedded:needle_kimi"];
 
 /// Runs the matrix; the exit status says whether every cell was proven equal.
 pub(crate) async fn run(mut args: DemoArgs) -> Result<ExitCode, Failure> {
