@@ -12,7 +12,7 @@ use kvferry_plan::{
 };
 
 use crate::{
-    Answer, EngineError, Events, FirstToken, HandOff, Model, RankRows, Request, RoomLease, Rows,
+    Answer, EngineError, Events, Fault, FirstToken, HandOff, Model, RankRows, Request, RoomLease, Rows,
     forward::Forward,
     limits::Limits,
     mailbox::{Sender, mailbox},
@@ -28,7 +28,8 @@ pub struct EngineConfig {
     pub kv: Dtype,
     /// Most prompt tokens computed in one step, over all prompts; each chunk is handed over while the next is computed.
     pub chunk: u32,
-    /// Longest sequence, prompt and generated tokens together; `None` takes the model's own limit.
+    /// Longest sequence, prompt and generated tokens together; `None` takes the model's own limit, which only a model
+    /// without positions may exceed ([`ModelConfig::longest_possible`](crate::checkpoint::ModelConfig::longest_possible)).
     pub max_model_len: Option<u32>,
     /// Tokens that the pool holds at least, over all requests.
     pub pool_tokens: u64,
@@ -39,6 +40,8 @@ pub struct EngineConfig {
     /// Keep the cache of finished requests while nobody needs the pages, so that prompts that begin alike share it. In
     /// a model with state per request nothing is shared: its state exists only where a request has stopped.
     pub prefix_cache: bool,
+    /// Arithmetic that is wrong on purpose, for negative controls.
+    pub fault: Option<Fault>,
 }
 
 impl Default for EngineConfig {
@@ -52,6 +55,7 @@ impl Default for EngineConfig {
             state_slots: 32,
             max_queued: 1024,
             prefix_cache: true,
+            fault: None,
         }
     }
 }

@@ -37,6 +37,7 @@ pub mod chat;
 pub mod checkpoint;
 mod engine;
 mod error;
+mod fault;
 mod forward;
 mod handoff;
 mod job;
@@ -60,6 +61,7 @@ mod weights;
 
 pub use engine::{Engine, EngineConfig, EngineStats};
 pub use error::EngineError;
+pub use fault::Fault;
 pub use handoff::{FirstToken, HandOff, NoHandOff};
 pub use lease::RoomLease;
 pub use model::{Attention, LatentEps, LoadOptions, Model};

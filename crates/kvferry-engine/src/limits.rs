@@ -43,7 +43,7 @@ impl Limits {
                 "max-model-len={max_model_len}: a prompt token and a generated one need at least 2"
             )));
         }
-        if max_model_len > made_for {
+        if max_model_len > model.config().longest_possible() {
             return Err(EngineError::Config(format!(
                 "max-model-len={max_model_len}: the model was made for {made_for} tokens; use at most that"
             )));
@@ -57,7 +57,7 @@ impl Limits {
             vocab: u32::try_from(model.config().vocab).unwrap_or(u32::MAX),
             capacity: Capacity {
                 max_model_len: max_model_len.into(),
-                made_for: made_for.into(),
+                made_for: made_for.max(max_model_len).into(),
                 pages,
                 parts: placement.parts.clone(),
             },

@@ -8,7 +8,7 @@ use std::{
 };
 
 use kvferry_arena::{Arena, ArenaError, Memory, Pieces, Side};
-use kvferry_plan::{Bytes, RankId, Unit};
+use kvferry_plan::{Bytes, Part, RankId, Unit};
 
 use crate::{
     TransportError,
@@ -28,11 +28,14 @@ pub enum Inject {
     SkipSend,
     /// The bytes of two target ranks are exchanged, where there are several; else those of two source ranks.
     SwapRank,
+    /// As [`Self::SwapRank`], of per-request state only.
+    SwapState,
 }
 
 impl Inject {
     /// All of them.
-    pub const ALL: [Self; 4] = [Self::DropRow, Self::FlipByte, Self::SkipSend, Self::SwapRank];
+    pub const ALL: [Self; 5] =
+        [Self::DropRow, Self::FlipByte, Self::SkipSend, Self::SwapRank, Self::SwapState];
 }
 
 impl fmt::Display for Inject {
@@ -42,6 +45,7 @@ impl fmt::Display for Inject {
             Self::FlipByte => "flip-byte",
             Self::SkipSend => "skip-send",
             Self::SwapRank => "swap-rank",
+            Self::SwapState => "swap-state",
         })
     }
 }
@@ -56,7 +60,7 @@ impl FromStr for Inject {
     /// ```
     fn from_str(text: &str) -> Result<Self, String> {
         Self::ALL.into_iter().find(|fault| fault.to_string() == text).ok_or_else(|| {
-            format!("`{text}` is not a fault; use `drop-row`, `flip-byte`, `skip-send` or `swap-rank`")
+            format!("`{text}` is not a fault; use `drop-row`, `flip-byte`, `skip-send`, `swap-rank` or `swap-state`")
         })
     }
 }
@@ -69,6 +73,7 @@ const SEEN: usize = 64;
 pub(crate) struct Spot {
     source: RankId,
     target: RankId,
+    part: Part,
     arena: Arc<Arena>,
     rows: Vec<Bytes>,
     row_bytes: usize,
@@ -91,7 +96,7 @@ impl Spot {
                 pieces.offsets().flat_map(move |at| (0..rows).map(move |i| Bytes(at.0 + i * len.0)))
             })
             .collect();
-        Ok(Self { source, target, arena: Arc::clone(arena), rows, row_bytes: len.index() })
+        Ok(Self { source, target, part: unit.part, arena: Arc::clone(arena), rows, row_bytes: len.index() })
     }
 
     fn read(&self, at: Bytes) -> Result<Vec<u8>, ArenaError> {
@@ -179,7 +184,7 @@ impl Faults {
             Inject::DropRow | Inject::SkipSend => {
                 spots.iter().map(Spot::snapshot).collect::<Result<Vec<_>, _>>()?
             }
-            Inject::FlipByte | Inject::SwapRank => Vec::new(),
+            Inject::FlipByte | Inject::SwapRank | Inject::SwapState => Vec::new(),
         };
         write()?;
         let mut committed = false;
@@ -189,7 +194,8 @@ impl Faults {
                 Inject::DropRow => spot.undo(old, true)?,
                 Inject::FlipByte => spot.flip()?,
                 Inject::SkipSend => spot.undo(old, false)?,
-                Inject::SwapRank => self.swap(spot, seen)?,
+                Inject::SwapState if !spot.part.is_state() => false,
+                Inject::SwapRank | Inject::SwapState => self.swap(spot, seen)?,
             };
             if committed {
                 break;

@@ -5,7 +5,7 @@ use std::{ffi::OsString, net::SocketAddr, path::PathBuf};
 use clap::{
     ArgMatches, Args, CommandFactory, FromArgMatches, Parser, Subcommand, ValueEnum, error::ErrorKind,
 };
-use kvferry_engine::{Attention, EngineConfig, LatentEps, LoadOptions, math::Arith};
+use kvferry_engine::{Attention, EngineConfig, Fault, LatentEps, LoadOptions, math::Arith};
 use kvferry_plan::{Dtype, LayoutSpec};
 use kvferry_registry::check_instance;
 use kvferry_server::InstanceConfig;
@@ -124,7 +124,8 @@ pub(crate) struct EngineArgs {
     #[arg(long, value_name = "TOKENS", default_value_t = 32, value_parser = clap::value_parser!(u32).range(1..),
           help_heading = "Engine")]
     pub(crate) chunk: u32,
-    /// Longest sequence, prompt and answer together; the model's own limit when left out
+    /// Longest sequence, prompt and answer together; the model's own limit when left out, and the most except where
+    /// attention knows no positions (Kimi Linear)
     #[arg(long, value_name = "TOKENS", help_heading = "Engine")]
     pub(crate) max_model_len: Option<u32>,
     /// Tokens that each KV pool holds, over all requests
@@ -146,7 +147,7 @@ pub(crate) struct EngineArgs {
     /// Move at most so many bytes per second to or from one peer, on the side that moves them
     #[arg(long, value_name = "BYTES", value_parser = clap::value_parser!(u64).range(1..), help_heading = "Hand-off")]
     pub(crate) throttle: Option<u64>,
-    /// Commit a fault on what arrives, below the digest, to see that it is found
+    /// Commit a fault to see that it is found: on what arrives, below the digest, or in decode's arithmetic
     #[arg(long, value_enum, value_name = "FAULT", help_heading = "Hand-off")]
     pub(crate) inject: Option<InjectArg>,
     /// Compare no payload digests: a fault on the way is not found by the hand-off
@@ -418,22 +419,56 @@ choice!(AttentionArg => Attention { Gqa => Self::Gqa, Mla => Self::Mla });
 choice!(LatentEpsArg => LatentEps { Published => Self::Published, Configured => Self::Configured });
 choice!(ArithArg => Arith { Canonical => Self::Canonical, Fast => Self::Fast });
 choice!(TransportArg => TransportKind { Tcp => Self::Tcp, Shm => Self::Shm });
-choice!(InjectArg => Inject {
+
+/// Faults that can be committed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum InjectArg {
     /// One row is not written
-    DropRow => Self::DropRow,
+    DropRow,
     /// The bytes of two ranks are exchanged
-    SwapRank => Self::SwapRank,
+    SwapRank,
     /// One byte is changed
-    FlipByte => Self::FlipByte,
+    FlipByte,
     /// One unit is not written
-    SkipSend => Self::SkipSend,
-});
+    SkipSend,
+    /// State of two ranks is exchanged, in a model with state per request
+    SwapState,
+    /// Decode ranks merge attention without each other's maximum or log-sum-exp
+    BlindMerge,
+    /// Decode's latent attention does not look at the rotary part of rows
+    DropRope,
+}
+
+impl InjectArg {
+    /// As a fault of what arrives.
+    pub(crate) fn in_transfer(self) -> Option<Inject> {
+        match self {
+            Self::DropRow => Some(Inject::DropRow),
+            Self::SwapRank => Some(Inject::SwapRank),
+            Self::FlipByte => Some(Inject::FlipByte),
+            Self::SkipSend => Some(Inject::SkipSend),
+            Self::SwapState => Some(Inject::SwapState),
+            Self::BlindMerge | Self::DropRope => None,
+        }
+    }
+
+    /// As a fault of decode's arithmetic.
+    pub(crate) fn in_arithmetic(self) -> Option<Fault> {
+        match self {
+            Self::BlindMerge => Some(Fault::BlindMerge),
+            Self::DropRope => Some(Fault::DropRope),
+            _ => None,
+        }
+    }
+}
 
 /// Suites of `demo`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum SuiteArg {
     /// Every layout of a list to every other, each in its own process, for each form of attention and element type
     Matrix,
+    /// Kimi Linear from TP4/EP4 to TP4/DCP4 at every edge of pages and chunks, many at once, and to several decodes
+    KimiDcp,
 }
 
 /// Roles of `serve`.

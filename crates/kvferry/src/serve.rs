@@ -14,7 +14,7 @@ use tokio::signal::unix::{SignalKind, signal};
 use tokio_util::sync::CancellationToken;
 
 use crate::{
-    args::{RoleArg, ServeArgs, name_of},
+    args::{InjectArg, RoleArg, ServeArgs, name_of},
     failure::Failure,
     model::{self, Progress},
     terminal,
@@ -51,7 +51,10 @@ pub(crate) async fn run(args: ServeArgs) -> Result<(), Failure> {
     let loading = waiting(&args, "loading the model");
     let model = blocking(move || Ok(Model::from_checkpoint(&located.open()?, options)?)).await?;
     loading.finish_and_clear();
-    let config = args.instance.config(&args.layout);
+    let mut config = args.instance.config(&args.layout);
+    if args.role == RoleArg::Decode {
+        config.fault = engine.inject.and_then(InjectArg::in_arithmetic);
+    }
     let traces = Traces::from_env(&instance);
     let Some(role) = role else {
         let config = MonoConfig {
@@ -76,7 +79,7 @@ pub(crate) async fn run(args: ServeArgs) -> Result<(), Failure> {
         transports: vec![engine.transport.into()],
         rate: engine.throttle.map(Bytes),
         digest: !engine.no_digest,
-        inject: engine.inject.map(Into::into),
+        inject: engine.inject.and_then(InjectArg::in_transfer),
         queue: Duration::from_secs(args.instance.max_wait),
         traces: traces.sink(),
     };

@@ -83,6 +83,28 @@ impl ModelConfig {
         self.heads / self.kv_heads.max(1)
     }
 
+    /// Longest sequence that may be asked for, in tokens: what the model was made for, or any where its attention knows no
+    /// positions (Kimi Linear), so that no token is out of place.
+    #[must_use]
+    pub fn longest_possible(&self) -> u32 {
+        let without_positions = self.mla.as_ref().is_some_and(|mla| mla.rope_ladder == 0);
+        if without_positions { u32::MAX } else { self.max_position }
+    }
+
+    /// Longest sequence that is served when `asked` is asked for: what the model was made for when nobody asks.
+    ///
+    /// ```
+    /// use kvferry_engine::checkpoint::Embedded;
+    /// let longest = |model: Embedded, asked| model.open().unwrap().config().longest(asked);
+    /// assert_eq!(longest(Embedded::KimiLinearTiny, None), 4096);
+    /// assert_eq!(longest(Embedded::KimiLinearTiny, Some(10_000)), 10_000);
+    /// assert_eq!(longest(Embedded::LlamaTiny, Some(1_000_000)), longest(Embedded::LlamaTiny, None));
+    /// ```
+    #[must_use]
+    pub fn longest(&self, asked: Option<u32>) -> u32 {
+        asked.map_or(self.max_position, |asked| asked.min(self.longest_possible()))
+    }
+
     /// Refuses numbers that no model has, so that later arithmetic on them can neither overflow nor divide by
     /// zero, and so that nothing derived from them is out of proportion to the file.
     pub(super) fn check(self, file: &str) -> Result<Self, LoadError> {

@@ -15,11 +15,13 @@ pub enum Embedded {
     /// A tiny llama with random weights (4 layers, 8 query and 4 KV heads, vocabulary 512, no tokenizer). It proves
     /// arithmetic and transfers; its text means nothing.
     LlamaTiny,
+    /// Kimi Linear with random weights: 8 layers, 2 of them latent attention; 8 heads, 8 experts, vocabulary 512.
+    KimiLinearTiny,
 }
 
 impl Embedded {
     /// All of them.
-    pub const ALL: [Self; 2] = [Self::NeedleKimi, Self::LlamaTiny];
+    pub const ALL: [Self; 3] = [Self::NeedleKimi, Self::LlamaTiny, Self::KimiLinearTiny];
 
     /// Its name.
     #[must_use]
@@ -27,6 +29,7 @@ impl Embedded {
         match self {
             Self::NeedleKimi => "needle_kimi",
             Self::LlamaTiny => "llama_tiny",
+            Self::KimiLinearTiny => "kimi_linear_tiny",
         }
     }
 
@@ -52,6 +55,11 @@ impl Embedded {
             Self::LlamaTiny => (
                 include_bytes!("../../models/llama_tiny/config.json"),
                 include_bytes!("../../models/llama_tiny/model.safetensors"),
+            ),
+            // Also what the tests compare with transformers.
+            Self::KimiLinearTiny => (
+                include_bytes!("../../tests/data/kimi_linear_tiny/config.json"),
+                include_bytes!("../../tests/data/kimi_linear_tiny/model.safetensors"),
             ),
         };
         Checkpoint::from_safetensors(self.name(), config, weights.into())

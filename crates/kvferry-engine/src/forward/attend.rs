@@ -7,7 +7,7 @@ use kvferry_plan::{LayerId, Part};
 
 use super::{batch::Block, rank::Rank};
 use crate::{
-    EngineError,
+    EngineError, Fault,
     math::{Arith, AttentionSums, KeyPanels, Scores, ValueRows, merge_lse, merge_max},
     pool::RowBuffer,
     ranks::RankError,
@@ -189,6 +189,7 @@ impl Rank<'_> {
         let count = placed.len();
         let mine: Vec<f32> =
             self.scratch.scores[..count].iter().flat_map(|scores| scores.max().iter().copied()).collect();
+        let alone = (self.fault == Some(Fault::BlindMerge)).then(|| mine.clone());
         let max = self.member.group(mine, |all| {
             let mut all = all.into_iter();
             let mut max = all.next().unwrap_or_default();
@@ -197,7 +198,7 @@ impl Rank<'_> {
         })?;
         let Scratch { loaded, live, scores, .. } = &mut self.scratch;
         let mut sums = Vec::with_capacity(count);
-        let mut max = max.as_slice();
+        let mut max = alone.as_deref().unwrap_or(&max);
         for (placed, scores) in placed.iter().zip(scores) {
             let (here, rest) = max.split_at(placed.count());
             max = rest;
@@ -232,6 +233,9 @@ impl Rank<'_> {
                 let overflow = scores[at].attend(&cache.values[placed.block.kv], &mut attended, &mut lse);
                 let rows = placed.block.rows.clone();
                 self.flag(&overflow, |row| rows.start + row % rows.len());
+            }
+            if self.fault == Some(Fault::BlindMerge) {
+                lse.iter_mut().filter(|lse| lse.is_finite()).for_each(|lse| *lse = 0.0);
             }
             mine.push((attended, lse));
         }

@@ -8,7 +8,7 @@ use super::{
     rank::{Rank, add_bias, by_head},
 };
 use crate::{
-    EngineError,
+    EngineError, Fault,
     math::{Partial, rms_norm, scale},
     ranks::RankError,
     weights::MlaWeights,
@@ -24,7 +24,7 @@ impl Rank<'_> {
     ) -> Result<Partial, RankError> {
         let shape = self.model.mla().ok_or_else(|| EngineError::Config("the model has no latent".into()))?;
         let (rows, hidden) = (self.batch.rows(), self.model.config().hidden);
-        let rope = self.rope;
+        let (rope, blind) = (self.rope, self.fault == Some(Fault::DropRope));
         let (lora, nope) = (shape.lora, shape.nope);
 
         let heads = self.share.heads.clone();
@@ -45,6 +45,9 @@ impl Rank<'_> {
         let q = by_head(&q, (rows, heads.len(), width), |row, head| {
             if let Some(turned) = head.get_mut(nope..) {
                 rope.rotate(turned, self.batch.positions[row] as usize);
+                if blind {
+                    turned.fill(0.0);
+                }
             }
             scale(head, shape.scale);
         });

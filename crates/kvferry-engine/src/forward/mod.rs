@@ -19,7 +19,7 @@ use kvferry_plan::{CacheShape, LayoutSpec, PageId, Placement, RankId, RoomKey, S
 pub(crate) use batch::{Outcome, Piece};
 
 use crate::{
-    EngineConfig, EngineError, Model, Rows,
+    EngineConfig, EngineError, Fault, Model, Rows,
     checkpoint::MoeConfig,
     math::RopeTable,
     pages::Lease,
@@ -41,6 +41,7 @@ pub(crate) struct Forward {
     shares: Vec<Share>,
     pages: u32,
     slots: u32,
+    fault: Option<Fault>,
 }
 
 impl Forward {
@@ -74,14 +75,14 @@ impl Forward {
         }
         let slots = if stateful { config.state_slots } else { 0 };
         // No token that is served has a later position: there is no page for it.
-        let longest = config.max_model_len.unwrap_or(u32::MAX).min(model.config().max_position);
+        let longest = model.config().longest(config.max_model_len);
         let longest = u64::from(longest).min(placement.tokens_for(pages));
         let pools = (0..placement.ranks())
             .map(|rank| Pool::new(&shape, &placement, RankId(rank), (pages, slots)))
             .collect::<Result<_, _>>()?;
         let shares = shares::shares(&shape, &placement, Totals::of(model.config(), config.layout.ep));
         let rope = model.rope(usize::try_from(longest).unwrap_or(usize::MAX));
-        Ok(Self { model, rope, shape, placement, pools, shares, pages, slots })
+        Ok(Self { model, rope, shape, placement, pools, shares, pages, slots, fault: config.fault })
     }
 
     pub(crate) fn shape(&self) -> &CacheShape {
@@ -165,8 +166,8 @@ impl Forward {
             let pool = self.pools.get(rank.index()).ok_or_else(lost)?;
             let share = self.shares.get(member.tp()).ok_or_else(lost)?;
             let layers = stages.get(member.stage()).ok_or_else(lost)?;
-            let split = (dcp as usize, layers.as_slice());
-            rank::Rank::new((&self.model, &self.rope), pool, share, &batch, member, split).run()
+            let how = (dcp as usize, layers.as_slice(), self.fault);
+            rank::Rank::new((&self.model, &self.rope), pool, share, &batch, member, how).run()
         })?;
         let vocab = self.model.config().vocab;
         let logits = results.iter().map(|rank| rank.logits.as_slice()).find(|logits| !logits.is_empty());

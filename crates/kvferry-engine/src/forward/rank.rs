@@ -6,7 +6,7 @@ use kvferry_plan::{LayerId, PageTable};
 
 use super::{attend::Scratch, batch::Batch};
 use crate::{
-    EngineError, Model,
+    EngineError, Fault, Model,
     math::{Overflow, Partial, RopeTable, add_assign, rms_norm},
     pool::Pool,
     ranks::{Member, RankError},
@@ -32,6 +32,7 @@ pub(super) struct Rank<'a> {
     pub(super) batch: &'a Batch<'a>,
     pub(super) member: Member<'a>,
     pub(super) dcp: usize,
+    pub(super) fault: Option<Fault>,
     /// Layers of the rank's stage, ascending.
     layers: &'a [LayerId],
     pub(super) scratch: Scratch,
@@ -45,10 +46,10 @@ impl<'a> Rank<'a> {
         share: &'a Share,
         batch: &'a Batch<'a>,
         member: Member<'a>,
-        (dcp, layers): (usize, &'a [LayerId]),
+        (dcp, layers, fault): (usize, &'a [LayerId], Option<Fault>),
     ) -> Self {
         let scratch = Scratch::new(model.arith());
-        Self { model, rope, pool, share, batch, member, dcp, layers, scratch, bad: Vec::new() }
+        Self { model, rope, pool, share, batch, member, dcp, fault, layers, scratch, bad: Vec::new() }
     }
 
     /// Runs the layers of this rank's stage. Every rank of a stage holds the whole residual stream `x[rows][hidden]`, in

@@ -44,7 +44,8 @@ pub(super) async fn run(
         ignore_eos: args.ignore_eos,
         hold: true,
     };
-    let committed = match args.engine.inject {
+    let in_transfer = args.engine.inject.filter(|fault| fault.in_transfer().is_some());
+    let committed = match in_transfer {
         Some(_) => faults(decode).await?,
         None => 0,
     };
@@ -70,7 +71,7 @@ pub(super) async fn run(
         cache.push(decode.client.kv(key, RankId(rank)).await?);
     }
     decode.client.release(key).await?;
-    let missed = match args.engine.inject {
+    let missed = match in_transfer {
         Some(fault) if faults(decode).await? == committed => Some(fault),
         _ => None,
     };

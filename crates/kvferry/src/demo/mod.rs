@@ -3,6 +3,7 @@
 mod cluster;
 mod compare;
 mod disaggregated;
+mod kimi;
 mod matrix;
 mod prompts;
 mod reference;
@@ -30,8 +31,10 @@ use show::Show;
 
 /// Runs the demo; the exit status says whether everything was proven equal.
 pub(crate) async fn run(mut args: DemoArgs) -> Result<ExitCode, Failure> {
-    if let Some(SuiteArg::Matrix) = args.suite {
-        return matrix::run(args).await;
+    match args.suite {
+        Some(SuiteArg::Matrix) => return matrix::run(args).await,
+        Some(SuiteArg::KimiDcp) => return kimi::run(args).await,
+        None => {}
     }
     same_cache(&args)?;
     let progress = if args.json { Progress::Quiet } else { Progress::Shown };
@@ -165,6 +168,5 @@ fn pool_tokens(args: &DemoArgs, prompts: &[Prompt], sequence: u64) -> Result<u64
 
 /// The model's longest sequence, or what the command line allows of it.
 fn longest_sequence(args: &DemoArgs, checkpoint: &Checkpoint) -> u64 {
-    let made_for = u64::from(checkpoint.config().max_position);
-    args.engine.max_model_len.map_or(made_for, |len| u64::from(len).min(made_for))
+    checkpoint.config().longest(args.engine.max_model_len).into()
 }

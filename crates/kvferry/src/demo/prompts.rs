@@ -36,10 +36,10 @@ pub(super) struct Prompt {
 
 /// All prompts of the command line, checked against the model.
 pub(super) fn collect(args: &DemoArgs, checkpoint: &Checkpoint) -> Result<Vec<Prompt>, Failure> {
-    let made_for = checkpoint.config().max_position;
-    if let Some(len) = args.engine.max_model_len.filter(|len| *len < 2 || *len > made_for) {
+    let longest = checkpoint.config().longest_possible();
+    if let Some(len) = args.engine.max_model_len.filter(|len| *len < 2 || *len > longest) {
         return Err(Failure::caller(format!(
-            "--max-model-len {len}: this model serves sequences of 2 to {made_for} tokens"
+            "--max-model-len {len}: this model serves sequences of 2 to {longest} tokens"
         )));
     }
     let mut prompts = Vec::new();

@@ -63,6 +63,16 @@ impl Finding {
         Self { blame: Some(Blame::Caller), ..Self::new("fault_not_committed", text) }
     }
 
+    /// A hand-off that cannot be served was.
+    pub(super) fn not_refused() -> Self {
+        Self::new("not_refused", "a decode with another element type was served instead of refused".into())
+    }
+
+    /// Whether two results were compared and differ.
+    pub(super) fn by_comparison(&self) -> bool {
+        matches!(self.kind, "cache" | "tokens" | "logprobs")
+    }
+
     /// A prompt that was handed over but not computed here.
     pub(super) fn no_reference() -> Self {
         Self::new("no_reference", "there is no reference run to compare with".into())
@@ -212,6 +222,29 @@ impl Outcome {
             two_processes: times(run.first, run.last),
             one_process: times(answer.first, answer.last),
             findings,
+        }
+    }
+
+    /// Compares the beginning of the answer with what is known to be right.
+    pub(super) fn found(run: &Run, answer: &[u32]) -> Self {
+        let generated: Vec<u32> = run.tokens.iter().take(answer.len()).map(|t| t.id).collect();
+        let mut findings: Vec<Finding> = run.missed.map(Finding::missed).into_iter().collect();
+        if generated != answer {
+            findings.push(Finding::new("tokens", tokens_text(&generated, answer)));
+        }
+        let transfer = &run.decode.transfer;
+        Self {
+            tokens_equal: generated == answer,
+            generated,
+            transfer: Some(TransferReport {
+                bytes: transfer.bytes,
+                planned_bytes: transfer.planned_bytes,
+                runs: transfer.runs,
+                seconds: transfer.seconds,
+                exposed_seconds: run.prefill.exposed_seconds,
+            }),
+            findings,
+            ..Self::default()
         }
     }
 

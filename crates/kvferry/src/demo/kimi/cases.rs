@@ -1,0 +1,194 @@
+//! What is run: sections, each with instances of its own, and their cases.
+
+use kvferry_engine::checkpoint::Embedded;
+use kvferry_plan::Dtype;
+
+use super::needles;
+use crate::{
+    args::{ArithArg, InjectArg, name_of},
+    demo::prompts::Prompt,
+};
+
+/// Prompt tokens in a step where many steps are wanted: no multiple of a page, and no page is one of it.
+const SMALL: u32 = 48;
+/// Prompt tokens in a step where a step is long.
+const LARGE: u32 = 8192;
+
+/// Whom the prompts of a case are handed to, and how.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum How {
+    /// To the decode instance whose ranks are dealt the rows, one after the other.
+    InTurn,
+    /// To the same, all at the same time.
+    AtOnce,
+    /// Each to three decode instances at the same time, of which one cannot be served.
+    Several,
+}
+
+/// One line of the report.
+#[derive(Clone, Debug)]
+pub(super) struct Case {
+    pub(super) name: String,
+    pub(super) how: How,
+    pub(super) asked: Vec<Asked>,
+}
+
+/// A prompt, and what is right.
+#[derive(Clone, Debug)]
+pub(super) struct Asked {
+    pub(super) prompt: Prompt,
+    /// The answer begins so; `None` when it is what one process answers.
+    pub(super) answer: Option<Vec<u32>>,
+}
+
+/// Cases on the same instances.
+#[derive(Clone, Debug)]
+pub(super) struct Section {
+    pub(super) model: Embedded,
+    pub(super) kv: Dtype,
+    pub(super) arith: ArithArg,
+    pub(super) chunk: u32,
+    /// Committed on purpose: then every case has to differ.
+    pub(super) fault: Option<InjectArg>,
+    pub(super) cases: Vec<Case>,
+}
+
+impl Section {
+    /// Tokens of the longest prompt.
+    pub(super) fn longest(&self) -> usize {
+        self.cases.iter().flat_map(Case::lengths).max().unwrap_or(0)
+    }
+
+    /// Whether an instance is needed beside the one whose ranks are dealt the rows.
+    pub(super) fn several(&self) -> bool {
+        self.cases.iter().any(|case| case.how == How::Several)
+    }
+}
+
+impl Case {
+    fn new(name: &str, how: How, model: Embedded, lengths: &[usize]) -> Self {
+        let asked = lengths.iter().map(|length| Asked { prompt: noise(model, *length), answer: None });
+        Self { name: name.to_owned(), how, asked: asked.collect() }
+    }
+
+    /// Tokens of each prompt.
+    pub(super) fn lengths(&self) -> impl Iterator<Item = usize> {
+        self.asked.iter().map(|asked| asked.prompt.ids.len())
+    }
+}
+
+/// All sections, or those that `quick` runs.
+pub(super) fn all(quick: bool) -> Vec<Section> {
+    let narrow = [Dtype::Bf16, Dtype::Fp8E4m3].map(|kv| (ArithArg::Canonical, kv));
+    let kinds = || narrow.into_iter().chain([(ArithArg::Fast, Dtype::F32)]);
+    let models = [Embedded::KimiLinearTiny, Embedded::NeedleKimi];
+    let mut sections = Vec::new();
+    for model in models {
+        for (arith, kv) in kinds() {
+            let section = |chunk, cases| Section { model, kv, arith, chunk, fault: None, cases };
+            sections.push(section(SMALL, edges(model)));
+            if !quick {
+                let edge = LARGE as usize;
+                let lengths = [edge - 1, edge, edge + 1];
+                sections
+                    .push(section(LARGE, vec![Case::new("around a chunk", How::InTurn, model, &lengths)]));
+            }
+        }
+    }
+    if !quick {
+        sections.extend(narrow.map(|(arith, kv)| Section {
+            model: Embedded::NeedleKimi,
+            kv,
+            arith,
+            chunk: LARGE,
+            fault: None,
+            cases: needles::cases(LARGE as usize),
+        }));
+    }
+    sections.extend(controls());
+    sections
+}
+
+/// Pages have 64 rows, virtual pages 256; the last case is refused by one of three.
+fn edges(model: Embedded) -> Vec<Case> {
+    let case = |name, how, lengths: &[usize]| Case::new(name, how, model, lengths);
+    vec![
+        case("one token", How::InTurn, &[1]),
+        case("ranks without rows", How::InTurn, &[2, 3]),
+        case("around a page", How::InTurn, &[63, 64, 65]),
+        case("around a virtual page", How::InTurn, &[255, 256, 257]),
+        case("many sends", How::InTurn, &[700]),
+        case("all of these at once", How::AtOnce, &[1, 3, 64, 65, 257, 500]),
+        case("three decodes at once", How::Several, &[130]),
+    ]
+}
+
+/// What has to be found, each with what finds it.
+fn controls() -> Vec<Section> {
+    use ArithArg::{Canonical, Fast};
+    let model = Embedded::KimiLinearTiny;
+    [
+        (InjectArg::BlindMerge, Canonical, Dtype::Bf16),
+        (InjectArg::BlindMerge, Fast, Dtype::F32),
+        (InjectArg::DropRope, Canonical, Dtype::Bf16),
+        (InjectArg::SwapRank, Canonical, Dtype::Fp8E4m3),
+        (InjectArg::SwapState, Canonical, Dtype::Bf16),
+    ]
+    .map(|(fault, arith, kv)| Section {
+        model,
+        kv,
+        arith,
+        chunk: SMALL,
+        fault: Some(fault),
+        cases: vec![Case::new(&name_of(&fault), How::InTurn, model, &[130])],
+    })
+    .into()
+}
+
+/// `length` tokens without a period: attention without positions would not notice rows that are exchanged with equal
+/// ones.
+fn noise(model: Embedded, length: usize) -> Prompt {
+    let vocab: u32 = if model == Embedded::NeedleKimi { 256 } else { 512 };
+    let ids: Vec<u32> = (0..length as u64)
+        .map(|at| {
+            // The finisher of SplitMix64.
+            let mut z = (at + 1).wrapping_mul(0x9E37_79B9_7F4A_7C15);
+            z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+            z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
+            (z >> 33) as u32 % vocab
+        })
+        .collect();
+    Prompt { label: format!("{length} tokens"), ids }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn noise_is_inside_the_vocabulary_and_has_no_short_period() {
+        for model in [Embedded::KimiLinearTiny, Embedded::NeedleKimi] {
+            let vocab = model.open().unwrap().config().vocab as u32;
+            let ids = noise(model, 3000).ids;
+            assert!(ids.iter().all(|id| *id < vocab));
+            for period in 1..600 {
+                let same = ids.iter().zip(&ids[period..]).filter(|(a, b)| a == b).count();
+                assert!(same < 100, "{period}: {same}");
+            }
+        }
+    }
+
+    #[test]
+    fn both_forms_have_every_kind_of_case_and_every_control() {
+        for quick in [false, true] {
+            let sections = all(quick);
+            let faults = sections.iter().filter(|section| section.fault.is_some()).count();
+            assert_eq!(faults, 5);
+            for how in [How::InTurn, How::AtOnce, How::Several] {
+                assert!(sections.iter().flat_map(|s| &s.cases).any(|case| case.how == how));
+            }
+            let longest = sections.iter().map(Section::longest).max();
+            assert_eq!(longest < Some(1000), quick, "{longest:?}");
+        }
+    }
+}

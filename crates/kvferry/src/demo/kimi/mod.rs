@@ -1,0 +1,214 @@
+//! `kvferry demo --suite kimi-dcp`: Kimi Linear from TP4/EP4 to TP4/DCP4. Prompts at every edge of pages and chunks, many
+//! at once, and one prefill that serves three decodes of which one cannot be; then deliberate faults, which have to be
+//! found. What decode holds and answers is compared with one process that has one rank.
+
+mod cases;
+mod needles;
+mod report;
+
+use std::{collections::HashMap, process::ExitCode, sync::Arc};
+
+use futures_util::future::join_all;
+use indicatif::ProgressBar;
+use kvferry_engine::Model;
+use kvferry_plan::{Blame, Dtype, LayoutSpec};
+
+use super::{
+    cluster::{Fleet, Handle, Side},
+    disaggregated,
+    prompts::Prompt,
+    reference::{Answer, Plan},
+    report::{Finding, Outcome},
+};
+use crate::{
+    args::DemoArgs,
+    failure::Failure,
+    model::{Located, Progress},
+    serve::blocking,
+    terminal,
+};
+use cases::{Asked, Case, How, Section};
+use report::{CaseReport, Suite};
+
+/// Layouts of the two sides.
+const PREFILL: &str = "tp=4,ep=4,page=64";
+const DECODE: &str = "tp=4,dcp=4,page=64";
+/// The decode side that is served beside the first.
+const SINGLE: &str = "tp=1,page=64";
+/// Tokens of each answer: every rank is dealt at least one.
+const ANSWER: u32 = 6;
+/// Tokens of the largest unit that a pool is filled by.
+const VIRTUAL_PAGE: usize = 256;
+
+/// Runs the suite; the exit status says whether every case was as it has to be.
+pub(crate) async fn run(args: DemoArgs) -> Result<ExitCode, Failure> {
+    let progress = if args.json { Progress::Quiet } else { Progress::Shown };
+    let sections = cases::all(args.quick);
+    let mut suite = Suite::new(&args, PREFILL, DECODE);
+    if !args.json {
+        suite.title();
+    }
+    let cases = sections.iter().map(|section| section.cases.len()).sum::<usize>();
+    let bar = progress.things("cases", cases as u64);
+    for section in &sections {
+        let found = run_section(section, &args, &bar).await?;
+        suite.push(section, found);
+        if !args.json {
+            bar.suspend(|| suite.print_last());
+        }
+    }
+    bar.finish_and_clear();
+    let proven = suite.finish();
+    if args.json {
+        terminal::line(serde_json::to_string(&suite).map_err(|e| Failure::new(Blame::Us, e))?);
+    } else {
+        suite.verdict();
+    }
+    Ok(if proven { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+}
+
+/// The command line that the instances of a section and its reference are started with.
+fn section_args(section: &Section, args: &DemoArgs) -> Result<DemoArgs, Failure> {
+    let mut args = args.clone();
+    (args.prefill, args.decode) = (layout(PREFILL)?, layout(DECODE)?);
+    (args.max_tokens, args.ignore_eos) = (ANSWER, true);
+    let engine = &mut args.engine;
+    (engine.arith, engine.kv_dtype, engine.chunk) = (section.arith, section.kv, section.chunk);
+    engine.no_prefix_cache = true;
+    let sequence = |tokens: usize| tokens + ANSWER as usize;
+    engine.max_model_len = u32::try_from(sequence(section.longest())).ok();
+    // For what one instance has at the same time.
+    let room = |tokens: usize| sequence(tokens).next_multiple_of(VIRTUAL_PAGE);
+    let together = |case: &Case| match case.how {
+        How::InTurn => case.lengths().map(room).max().unwrap_or(0),
+        How::AtOnce => case.lengths().map(room).sum(),
+        How::Several => 3 * case.lengths().map(room).sum::<usize>(),
+    };
+    engine.pool_tokens = section.cases.iter().map(|case| together(case) as u64).max();
+    if section.fault.is_some() {
+        // The hand-off's own digests would find what is wrong on the way before anything is compared.
+        (engine.inject, engine.no_digest) = (section.fault, true);
+    }
+    Ok(args)
+}
+
+fn layout(text: &str) -> Result<LayoutSpec, Failure> {
+    text.parse().map_err(|e: kvferry_plan::SpecError| Failure::new(Blame::Us, e))
+}
+
+/// Runs the cases of a section on fresh instances.
+async fn run_section(
+    section: &Section,
+    args: &DemoArgs,
+    bar: &ProgressBar,
+) -> Result<Vec<CaseReport>, Failure> {
+    let args = section_args(section, args)?;
+    let plan = Plan::new(&args);
+    let located = Located::Embedded(section.model);
+    let mut decodes = vec![args.decode.clone()];
+    if section.several() {
+        let other = if section.kv == Dtype::F32 { Dtype::Bf16 } else { Dtype::F32 };
+        decodes.extend([layout(SINGLE)?, LayoutSpec { kv: Some(other), ..layout(SINGLE)? }]);
+    }
+    let mut fleet = Fleet::start().await?;
+    let sides = [
+        Side { role: "prefill", layouts: std::slice::from_ref(&args.prefill) },
+        Side { role: "decode", layouts: &decodes },
+    ];
+    let [prefill, decodes] = fleet.join(sides, &args.engine, &located).await?;
+    let [prefill] = prefill.as_slice() else {
+        return Err(Failure::new(Blame::Us, "one prefill instance was asked for"));
+    };
+    let answers = answers(section, &args, &plan).await?;
+    let world = World { args: &args, plan: &plan, prefill, decodes: &decodes, answers: &answers };
+    let mut reports = Vec::with_capacity(section.cases.len());
+    for case in &section.cases {
+        reports.push(CaseReport::new(case, section.fault, world.case(case).await));
+        bar.inc(1);
+    }
+    fleet.stop().await;
+    Ok(reports)
+}
+
+/// What one process answers, by the number of tokens of the prompt.
+async fn answers(section: &Section, args: &DemoArgs, plan: &Plan) -> Result<HashMap<usize, Answer>, Failure> {
+    let asked = section.cases.iter().flat_map(|case| &case.asked);
+    let prompts: HashMap<usize, Prompt> = asked
+        .filter(|asked| asked.answer.is_none())
+        .map(|asked| (asked.prompt.ids.len(), asked.prompt.clone()))
+        .collect();
+    let (options, plan, model) = (args.engine.load_options(), plan.clone(), section.model);
+    blocking(move || {
+        if prompts.is_empty() {
+            return Ok(HashMap::new());
+        }
+        let model: Arc<Model> = Model::from_checkpoint(&model.open()?, options)?;
+        let reference = plan.start(&model)?;
+        prompts.iter().map(|(tokens, prompt)| Ok((*tokens, reference.run(prompt, |_| ())?))).collect()
+    })
+    .await
+}
+
+/// The instances of a section and what is right.
+struct World<'a> {
+    args: &'a DemoArgs,
+    plan: &'a Plan,
+    prefill: &'a Handle,
+    decodes: &'a [Handle],
+    answers: &'a HashMap<usize, Answer>,
+}
+
+impl World<'_> {
+    /// Hands the prompts of a case over.
+    async fn case(&self, case: &Case) -> Vec<Outcome> {
+        let Some(dealt) = self.decodes.first() else {
+            return vec![Outcome::failed(Finding::no_reference())];
+        };
+        match case.how {
+            How::InTurn => {
+                let mut outcomes = Vec::new();
+                for asked in &case.asked {
+                    outcomes.push(self.hand_over(asked, dealt).await);
+                }
+                outcomes
+            }
+            How::AtOnce => join_all(case.asked.iter().map(|asked| self.hand_over(asked, dealt))).await,
+            How::Several => {
+                let each = self.decodes.iter().enumerate().flat_map(|(number, decode)| {
+                    case.asked.iter().map(move |asked| async move {
+                        if number + 1 < self.decodes.len() {
+                            self.hand_over(asked, decode).await
+                        } else {
+                            self.refused(asked, decode).await
+                        }
+                    })
+                });
+                join_all(each).await
+            }
+        }
+    }
+
+    async fn hand_over(&self, asked: &Asked, decode: &Handle) -> Outcome {
+        let run = match disaggregated::run((self.prefill, decode), &asked.prompt, self.args, |_| ()).await {
+            Ok(run) => run,
+            Err(problem) => return Outcome::failed(Finding::hand_off(&problem)),
+        };
+        match (&asked.answer, self.answers.get(&asked.prompt.ids.len())) {
+            (Some(answer), _) => Outcome::found(&run, answer),
+            (None, Some(answer)) => Outcome::compare(self.plan, &run, answer),
+            (None, None) => Outcome::failed(Finding::no_reference()),
+        }
+    }
+
+    /// A hand-off that has to be refused.
+    async fn refused(&self, asked: &Asked, decode: &Handle) -> Outcome {
+        match disaggregated::run((self.prefill, decode), &asked.prompt, self.args, |_| ()).await {
+            Ok(_) => Outcome::failed(Finding::not_refused()),
+            Err(problem) if problem.blame == Blame::PeerIncompatible && problem.cause.contains("dtype") => {
+                Outcome::default()
+            }
+            // Not for its element type.
+            Err(problem) => Outcome::failed(Finding::hand_off(&problem)),
+        }
+    }
+}

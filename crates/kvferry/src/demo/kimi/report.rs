@@ -1,0 +1,164 @@
+//! What the suite found, for people and for machines.
+
+use kvferry_plan::Bytes;
+use serde::Serialize;
+
+use super::cases::{Case, How, Section};
+use crate::{
+    args::{DemoArgs, InjectArg, name_of},
+    demo::report::{Finding, Outcome},
+    terminal::{self, Look, styled},
+};
+
+/// Columns of a case's name, and of the sizes of its prompts.
+const NAME: usize = 28;
+const TOKENS: usize = 24;
+
+/// One case.
+#[derive(Debug, Serialize)]
+pub(super) struct CaseReport {
+    name: String,
+    #[serde(skip)]
+    how: How,
+    prompt_tokens: Vec<usize>,
+    /// What was moved.
+    bytes: Bytes,
+    /// `null` when there was nothing to compare.
+    max_abs_logprob_diff: Option<f32>,
+    /// A fault was committed, which has to be found.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    injected: Option<String>,
+    /// As it has to be: equal, or with a fault different.
+    good: bool,
+    findings: Vec<Finding>,
+}
+
+impl CaseReport {
+    pub(super) fn new(case: &Case, fault: Option<InjectArg>, outcomes: Vec<Outcome>) -> Self {
+        let bytes = outcomes.iter().filter_map(|o| o.transfer.as_ref()).map(|t| t.bytes.0).sum();
+        let diff = outcomes.iter().filter_map(|o| o.max_abs_logprob_diff).reduce(f32::max);
+        let findings: Vec<Finding> = outcomes.into_iter().flat_map(|o| o.findings).collect();
+        let good = match fault {
+            None => findings.is_empty(),
+            // A hand-off that failed, or a fault that was not committed, is none that a comparison has found.
+            Some(_) => !findings.is_empty() && findings.iter().all(Finding::by_comparison),
+        };
+        Self {
+            name: case.name.clone(),
+            how: case.how,
+            prompt_tokens: case.lengths().collect(),
+            bytes: Bytes(bytes),
+            max_abs_logprob_diff: diff,
+            injected: fault.map(|fault| name_of(&fault)),
+            good,
+            findings,
+        }
+    }
+
+    fn verdict(&self) -> &'static str {
+        match (&self.injected, self.good) {
+            (None, true) if self.how == How::Several => "2 equal, 1 refused",
+            (None, true) => "equal",
+            (None, false) => "DIFFERENT",
+            (Some(_), true) => "caught",
+            (Some(_), false) => "NOT CAUGHT",
+        }
+    }
+
+    fn print(&self) {
+        let tokens: Vec<_> = self.prompt_tokens.iter().map(ToString::to_string).collect();
+        let look = if self.good { Look::Good } else { Look::Bad };
+        let verdict = styled(look, self.verdict());
+        terminal::line(format_args!("  {:NAME$}{:TOKENS$}{verdict}", self.name, tokens.join(" ")));
+        let shown = if self.good { 0 } else { 3 };
+        for finding in self.findings.iter().take(shown) {
+            terminal::paragraph(format!("{}: {}", styled(Look::Bad, "finding"), finding.text), 4);
+        }
+    }
+}
+
+/// Cases on the same instances.
+#[derive(Debug, Serialize)]
+struct SectionReport {
+    model: &'static str,
+    kv: String,
+    arith: String,
+    chunk: u32,
+    cases: Vec<CaseReport>,
+}
+
+/// The whole suite.
+#[derive(Debug, Serialize)]
+pub(super) struct Suite {
+    suite: &'static str,
+    quick: bool,
+    prefill: &'static str,
+    decode: &'static str,
+    transport: String,
+    /// Number of cases.
+    cases: usize,
+    /// The exit status: true is 0.
+    proven: bool,
+    sections: Vec<SectionReport>,
+}
+
+impl Suite {
+    pub(super) fn new(args: &DemoArgs, prefill: &'static str, decode: &'static str) -> Self {
+        Self {
+            suite: "kimi-dcp",
+            quick: args.quick,
+            prefill,
+            decode,
+            transport: name_of(&args.engine.transport),
+            cases: 0,
+            proven: false,
+            sections: Vec::new(),
+        }
+    }
+
+    pub(super) fn push(&mut self, section: &Section, cases: Vec<CaseReport>) {
+        self.sections.push(SectionReport {
+            model: section.model.name(),
+            kv: section.kv.to_string(),
+            arith: name_of(&section.arith),
+            chunk: section.chunk,
+            cases,
+        });
+    }
+
+    /// Counts; whether every case is as it has to be.
+    pub(super) fn finish(&mut self) -> bool {
+        let cases = || self.sections.iter().flat_map(|section| &section.cases);
+        let (count, good) = (cases().count(), cases().filter(|case| case.good).count());
+        (self.cases, self.proven) = (count, count > 0 && good == count);
+        self.proven
+    }
+
+    /// What is going to be run.
+    pub(super) fn title(&self) {
+        let Self { prefill, decode, transport, .. } = self;
+        terminal::paragraph(format!("Kimi Linear, {prefill} → {decode}, over {transport}"), 0);
+        terminal::line(styled(
+            Look::Dim,
+            format_args!("  {:NAME$}{:TOKENS$}verdict", "case", "prompt tokens"),
+        ));
+    }
+
+    /// The section that ended last.
+    pub(super) fn print_last(&self) {
+        let Some(SectionReport { model, kv, arith, chunk, cases }) = self.sections.last() else { return };
+        terminal::line(styled(Look::Strong, format_args!("{model}  {kv}, {arith}, chunk {chunk}")));
+        cases.iter().for_each(CaseReport::print);
+    }
+
+    /// The last line.
+    pub(super) fn verdict(&self) {
+        let all = self.cases;
+        if self.proven {
+            terminal::line(styled(Look::Good, format_args!("proven: all {all} cases")));
+        } else {
+            let bad = self.sections.iter().flat_map(|s| &s.cases).filter(|case| !case.good).count();
+            terminal::line(styled(Look::Bad, format_args!("NOT proven: {bad} of {all} cases")));
+        }
+    }
+}

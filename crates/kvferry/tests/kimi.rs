@@ -1,0 +1,93 @@
+//! The suite of Kimi Linear: its quick part proves its cases, and faults make it fail.
+
+#![allow(clippy::unwrap_used, clippy::panic)]
+
+mod common;
+
+use common::kvferry;
+use serde_json::{Value, json};
+
+const QUICK: [&str; 5] = ["demo", "--suite", "kimi-dcp", "--quick", "--json"];
+
+fn cases(report: &Value) -> impl Iterator<Item = (&Value, &Value)> {
+    let sections = report["sections"].as_array().unwrap().iter();
+    sections.flat_map(|section| section["cases"].as_array().unwrap().iter().map(move |case| (section, case)))
+}
+
+#[test]
+fn the_quick_part_proves_every_case_and_catches_every_fault() {
+    let run = kvferry(&[&QUICK[..], &["--transport", "shm"]].concat());
+    assert_eq!(run.code, Some(0), "{}", run.all());
+    let report = run.json();
+    assert_eq!(report["proven"], true);
+    let kinds: Vec<_> = report["sections"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .filter(|section| section["cases"].as_array().unwrap().len() > 1)
+        .map(|s| (s["model"].as_str().unwrap(), s["arith"].as_str().unwrap(), s["kv"].as_str().unwrap()))
+        .collect();
+    let of = |model| [(model, "canonical", "bf16"), (model, "canonical", "fp8"), (model, "fast", "f32")];
+    assert_eq!(kinds, [of("kimi_linear_tiny"), of("needle_kimi")].concat());
+
+    let (controls, cases): (Vec<_>, Vec<_>) =
+        cases(&report).partition(|(_, case)| case.get("injected").is_some());
+    assert_eq!(report["cases"], json!(controls.len() + cases.len()));
+    for (section, case) in cases {
+        assert_eq!((&case["good"], &case["findings"]), (&json!(true), &json!([])), "{section:#}");
+        assert!(case["bytes"].as_u64().unwrap() > 0, "{case:#}");
+        let limit = if section["arith"] == "fast" { 1e-4 } else { 0.0 };
+        assert!(case["max_abs_logprob_diff"].as_f64().unwrap() <= limit, "{case:#}");
+    }
+    let mut caught: Vec<_> = controls
+        .iter()
+        .map(|(section, case)| {
+            assert!(case["good"] == true && !case["findings"].as_array().unwrap().is_empty(), "{case:#}");
+            (case["injected"].as_str().unwrap(), section["arith"].as_str().unwrap())
+        })
+        .collect();
+    caught.sort_unstable();
+    assert_eq!(
+        caught,
+        [
+            ("blind-merge", "canonical"),
+            ("blind-merge", "fast"),
+            ("drop-rope", "canonical"),
+            ("swap-rank", "canonical"),
+            ("swap-state", "canonical"),
+        ]
+    );
+}
+
+#[test]
+fn a_wrong_byte_makes_it_fail() {
+    let run = kvferry(&[&QUICK[..], &["--no-digest", "--inject", "flip-byte"]].concat());
+    assert_eq!(run.code, Some(1), "{}", run.all());
+    let report = run.json();
+    assert_eq!(report["proven"], false);
+    // The constructed weights leave zeros, whose sign is a difference of bits but not of numbers.
+    let random = |section: &Value| section["model"] == "kimi_linear_tiny";
+    let ran: Vec<_> =
+        cases(&report).filter(|(section, case)| random(section) && case.get("injected").is_none()).collect();
+    assert_eq!(ran.len(), 21);
+    for (_, case) in ran {
+        assert_eq!(
+            (&case["good"], &case["findings"][0]["kind"]),
+            (&json!(false), &json!("cache")),
+            "{case:#}"
+        );
+    }
+}
+
+/// Its attention knows no positions, so that no sequence is too long for what the model was made for.
+#[test]
+fn only_a_model_without_positions_may_be_asked_for_longer_sequences() {
+    let run = |model| {
+        kvferry(&["demo", "--json", "--model", model, "--max-model-len", "100000", "--max-tokens", "2"])
+    };
+    let longer = run("embedded:kimi_linear_tiny");
+    assert_eq!((longer.code, &longer.json()["proven"]), (Some(0), &json!(true)), "{}", longer.all());
+    let refused = run("embedded:llama_tiny");
+    assert_eq!(refused.code, Some(2), "{}", refused.all());
+    assert!(refused.stderr.contains("--max-model-len 100000"), "{}", refused.all());
+}
