@@ -16,6 +16,8 @@ use crate::{
 pub struct Voice {
     /// What clients call the model.
     pub name: String,
+    /// SHA-256 of the weights, hexadecimal: whom it speaks for. Empty when that is not known.
+    pub sha256: String,
     /// Token ids are below this.
     pub vocab: u32,
     /// Ids that end a text.
@@ -27,7 +29,7 @@ pub struct Voice {
 }
 
 impl Voice {
-    /// Reads what a checkpoint says of texts; its weights are not read.
+    /// Reads what a checkpoint says of texts; its weights are digested, not loaded.
     ///
     /// # Errors
     /// [`LoadError`] when the tokenizer or the chat template is damaged.
@@ -43,6 +45,7 @@ impl Voice {
         let config = checkpoint.config();
         Ok(Self {
             name: checkpoint.name().to_owned(),
+            sha256: checkpoint.digest().to_owned(),
             vocab: u32::try_from(config.vocab).unwrap_or(u32::MAX),
             eos: config.eos.clone(),
             tokenizer: checkpoint.tokenizer()?,
@@ -55,6 +58,7 @@ impl From<&Model> for Voice {
     fn from(model: &Model) -> Self {
         Self {
             name: model.name().to_owned(),
+            sha256: model.sha256().to_owned(),
             vocab: u32::try_from(model.config().vocab).unwrap_or(u32::MAX),
             eos: model.eos().to_vec(),
             tokenizer: model.tokenizer().cloned(),

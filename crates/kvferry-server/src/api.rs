@@ -233,6 +233,9 @@ pub struct Problem {
     /// Whether it was said by an instance, or by nobody.
     #[serde(skip)]
     pub(crate) reach: Reach,
+    /// The instance that tells it has lost the other one of its room: it happened there.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub peer_lost: bool,
     /// The field in which two instances differ, where that is why they do not serve each other.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub field: Option<String>,
@@ -255,6 +258,7 @@ impl Problem {
             cause,
             instance: None,
             reach: Reach::Answered,
+            peer_lost: false,
             field: None,
             cause_kind: "",
             status: None,

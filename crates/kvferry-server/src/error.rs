@@ -94,7 +94,9 @@ impl Problem {
             _ => "other",
         };
         let field = error.field().map(ToOwned::to_owned);
-        let problem = Self { cause_kind, field, ..Self::new(error.blame(), Stage::HandOff, error) };
+        let peer_lost = cause_kind == "lost";
+        let problem =
+            Self { cause_kind, peer_lost, field, ..Self::new(error.blame(), Stage::HandOff, error) };
         match error {
             // A retry under the same attempt.
             RoomError::Rejected { .. } => Self { status: Some(StatusCode::CONFLICT), ..problem },

@@ -7,7 +7,6 @@ use std::{
         Arc,
         atomic::{AtomicBool, Ordering},
     },
-    time::Duration,
 };
 
 use axum::{Json, Router, extract::State, response::Response, routing::get};
@@ -30,9 +29,6 @@ use crate::{
     ready::{self, Ready, Watch},
     telemetry::{RoomTelemetry, Telemetry, Totals},
 };
-
-/// How long a process that was told to end waits for the requests that it has.
-const DRAIN: Duration = Duration::from_secs(10);
 
 /// What a `mono` process is started with, besides its model.
 #[derive(Clone, Debug)]
@@ -125,18 +121,13 @@ impl Mono {
             .route("/debug/ledger", get(ledger))
             .with_state(Arc::new(admin));
         let app = self.api.app(admin);
-        let late = async {
-            drain.cancelled().await;
+        let late = self.api.drained(&drain, || {
             self.alone.draining.store(true, Ordering::Relaxed);
             tracing::info!(instance = %self.alone.instance, under_way = self.api.under_way(), "draining");
-            tokio::time::sleep(DRAIN).await;
-        };
+        });
         tokio::select! {
             () = self.api.port(self.listener).serve(app, drain.cancelled()) => {}
-            () = late => {
-                let under_way = self.api.under_way();
-                tracing::warn!(under_way, "draining took too long: what is left is dropped");
-            }
+            () = late => {}
         }
         Ok(())
     }

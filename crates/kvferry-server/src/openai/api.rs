@@ -1,6 +1,6 @@
 //! The endpoints, and what their requests share.
 
-use std::sync::Arc;
+use std::{sync::Arc, time::Duration};
 
 use axum::{
     Json, Router,
@@ -15,6 +15,7 @@ use kvferry_plan::Blame;
 use kvferry_registry::Guarded;
 use serde::Serialize;
 use tokio::{net::TcpListener, sync::Semaphore};
+use tokio_util::sync::CancellationToken;
 
 use super::{
     body::Body,
@@ -27,6 +28,10 @@ use super::{
 };
 use crate::{Problem, Stage, TraceContext, backend::Backend, port};
 
+/// How long a process that was told to end waits for the answers that it gives.
+const DRAIN: Duration = Duration::from_secs(10);
+/// For those that are ended then, to say so.
+const LAST_WORDS: Duration = Duration::from_millis(500);
 /// Continuations under way at once, over all requests.
 const SLOTS: usize = 1024;
 
@@ -36,6 +41,8 @@ pub(crate) struct Api {
     backend: Arc<dyn Backend>,
     slots: Arc<Semaphore>,
     created: u64,
+    /// Answers that are not over by now end with an error.
+    late: CancellationToken,
 }
 
 #[derive(Serialize)]
@@ -55,12 +62,29 @@ struct ModelInfo<'a> {
 impl Api {
     /// Speaks for a model with what `backend` computes.
     pub(crate) fn new(voice: Voice, backend: Arc<dyn Backend>) -> Arc<Self> {
-        Arc::new(Self { voice, backend, slots: Arc::new(Semaphore::new(SLOTS)), created: now() })
+        Arc::new(Self {
+            voice,
+            backend,
+            slots: Arc::new(Semaphore::new(SLOTS)),
+            created: now(),
+            late: CancellationToken::new(),
+        })
     }
 
     /// Continuations under way.
     pub(crate) fn under_way(&self) -> usize {
         SLOTS.saturating_sub(self.slots.available_permits())
+    }
+
+    /// Waits until `drain` is cancelled and for [`DRAIN`] more, then ends the answers that are left with an error, which takes
+    /// them a moment.
+    pub(crate) async fn drained(&self, drain: &CancellationToken, begins: impl FnOnce()) {
+        drain.cancelled().await;
+        begins();
+        tokio::time::sleep(DRAIN).await;
+        tracing::warn!(under_way = self.under_way(), "draining took too long: what is left is ended");
+        self.late.cancel();
+        tokio::time::sleep(LAST_WORDS).await;
     }
 
     /// The whole HTTP face: `/v1/*`, besides the routes of `admin`. Errors have OpenAI's shape on every path.
@@ -108,7 +132,7 @@ impl Api {
         let count = u32::try_from(wanted.continuations()).unwrap_or(u32::MAX);
         let slots = Arc::clone(&self.slots).try_acquire_many_owned(count);
         let slots = slots.map_err(|_| ApiError::too_many(SLOTS))?;
-        let mut run = Run::new(&wanted, &self.voice, &self.backend, slots);
+        let mut run = Run::new(&wanted, &self.voice, &self.backend, slots, self.late.clone());
         let shape = Shape::new(Arc::clone(&wanted), self.voice.clone(), random()?);
         if wanted.stream {
             return stream::respond(run, shape).await;

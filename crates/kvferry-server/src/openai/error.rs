@@ -10,6 +10,9 @@ use serde::Serialize;
 
 use crate::{Problem, Stage};
 
+/// Characters of an unknown model's name that are told back.
+const NAME: usize = 100;
+
 /// An error on its way to a client.
 #[derive(Debug)]
 pub(crate) struct ApiError {
@@ -60,14 +63,16 @@ impl ApiError {
 
     /// A model that is not served here.
     pub(crate) fn unknown_model(asked: &str, served: &str) -> Self {
-        let message = format!("the model {asked:?} does not exist here; this server has {served:?}");
+        let short: String = asked.chars().take(NAME).collect();
+        let cut = if short.len() < asked.len() { " and so on" } else { "" };
+        let message = format!("the model {short:?}{cut} does not exist here; this server has {served:?}");
         Self::new(StatusCode::NOT_FOUND, message).param("model").code("model_not_found")
     }
 
     /// A path that does not exist.
     pub(crate) fn unknown_path(path: &str) -> Self {
         let message = format!(
-            "there is no {path}; served are GET /v1/models, POST /v1/completions, POST /v1/chat/completions and /health"
+            "there is no {path}; served are GET /v1/models, POST /v1/completions, POST /v1/chat/completions; /health, /ready, /metrics and /debug/ledger"
         );
         Self::new(StatusCode::NOT_FOUND, message).code("unknown_url")
     }

@@ -7,15 +7,17 @@ use futures_util::{
     stream::{BoxStream, SelectAll},
 };
 use kvferry_engine::{Voice, tokenizer::Tokenizer};
+use kvferry_plan::Blame;
 use serde::Serialize;
 use tokio::sync::OwnedSemaphorePermit;
+use tokio_util::sync::CancellationToken;
 
 use super::{
     choice::{Delta, choice},
     request::Wanted,
     text::Assembler,
 };
-use crate::{Problem, backend::Backend};
+use crate::{Problem, Stage, backend::Backend};
 
 /// What a request took, in tokens. Every prompt counts once, however many continuations it has.
 #[derive(Clone, Copy, Debug, Serialize)]
@@ -35,6 +37,8 @@ struct PromptDetails {
 pub(crate) struct Run {
     /// Given back with the run.
     _slots: OwnedSemaphorePermit,
+    /// It has to end now.
+    late: CancellationToken,
     choices: SelectAll<BoxStream<'static, Result<Delta, Problem>>>,
     /// Continuations of each prompt.
     n: usize,
@@ -51,6 +55,7 @@ impl Run {
         voice: &Voice,
         backend: &Arc<dyn Backend>,
         slots: OwnedSemaphorePermit,
+        late: CancellationToken,
     ) -> Self {
         let one = |(index, job)| {
             let detokenizer = voice.tokenizer.as_ref().map(Tokenizer::detokenizer);
@@ -59,6 +64,7 @@ impl Run {
         };
         Self {
             _slots: slots,
+            late,
             choices: wanted.jobs().enumerate().map(one).collect(),
             n: wanted.n,
             prompt_tokens: wanted.prompts.iter().map(|prompt| prompt.len() as u64).sum(),
@@ -72,7 +78,15 @@ impl Run {
     /// # Errors
     /// The first failure of any; the others are given up.
     pub(crate) async fn next(&mut self) -> Result<Option<Delta>, Problem> {
-        match self.choices.next().await {
+        let next = tokio::select! {
+            biased;
+            next = self.choices.next() => next,
+            () = self.late.cancelled() => {
+                let cause = "this process is shutting down and the answer took too long; ask again";
+                Some(Err(Problem::new(Blame::Environment, Stage::Compute, cause)))
+            }
+        };
+        match next {
             None => Ok(None),
             Some(Ok(delta)) => {
                 self.completion_tokens += delta.generated;

@@ -102,12 +102,20 @@ impl Backend for Fake {
 async fn with<T>(fake: Fake, ask: impl AsyncFnOnce(Client) -> T) -> T {
     let live = Arc::clone(&fake.live);
     let tokenizer = Some(Tokenizer::latin1());
-    let voice = Voice { name: "fake".into(), vocab: 256, eos: Vec::new(), tokenizer, chat_template: None };
+    let voice = Voice {
+        name: "fake".into(),
+        sha256: String::new(),
+        vocab: 256,
+        eos: Vec::new(),
+        tokenizer,
+        chat_template: None,
+    };
     let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
     let url = format!("http://{}/v1/completions", listener.local_addr().unwrap());
-    let app = Api::new(voice, Arc::new(fake)).app(Router::new());
+    let api = Api::new(voice, Arc::new(fake));
+    let app = api.app(Router::new());
     let server = tokio::spawn(async move { axum::serve(listener, app).await });
-    let answer = ask(Client { http: loopback_http().unwrap().build().unwrap(), url, live }).await;
+    let answer = ask(Client { http: loopback_http().unwrap().build().unwrap(), url, live, api }).await;
     server.abort();
     answer
 }
@@ -116,6 +124,7 @@ struct Client {
     http: reqwest::Client,
     url: String,
     live: Arc<AtomicUsize>,
+    api: Arc<Api>,
 }
 
 impl Client {
@@ -178,6 +187,21 @@ async fn a_failure_in_the_middle_of_a_stream_is_its_last_event() {
         client.live(0).await;
         let (status, error) = client.error(&json!({ "prompt": [FAILS_AT_ONCE], "stream": true })).await;
         assert_eq!((status, &error["message"]), (502, &json!("the link broke")));
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn an_answer_that_outlasts_the_drain_ends_with_an_error_and_not_with_silence() {
+    with(Fake::default(), async |client| {
+        let drain = tokio_util::sync::CancellationToken::new();
+        drain.cancel();
+        let body = json!({ "prompt": [HANGS], "stream": true });
+        let (answer, ()) = tokio::join!(client.ask(&body), client.api.drained(&drain, || {}));
+        let last = answer.1.trim_end().rsplit("data: ").next().unwrap();
+        let error = &serde_json::from_str::<Value>(last).unwrap()["error"];
+        assert_eq!((&error["blame"], &error["stage"]), (&json!("environment"), &json!("compute")), "{error}");
+        client.live(0).await;
     })
     .await;
 }

@@ -90,7 +90,7 @@ impl InstancePair {
             stream = decode.client.decode(&request) => stream,
             problem = silent(&decode.client) => Err(problem),
         };
-        let decode = stream.map_err(|problem| told(problem, Stage::Admission, &decode.instance))?;
+        let decode = stream.map_err(|problem| told(problem, Stage::Admission, decode, &self.prefill))?;
         let client = self.prefill.client.clone();
         let asked = Box::pin(async move { client.prefill(&prefill).await });
         let pair = self.clone();
@@ -194,7 +194,7 @@ impl PairAnswer {
                 return self.complete();
             }
             if let (Prefill::Failed(problem), false) = (&self.prefill, self.begun) {
-                let problem = told(problem.clone(), Stage::HandOff, &self.pair.prefill.instance);
+                let problem = self.of_prefill(problem);
                 if let Some(verdict) = self.prefill_failed(problem).await {
                     return Err(verdict);
                 }
@@ -234,7 +234,6 @@ impl PairAnswer {
 
     /// What was held, with what prefill says.
     fn complete(&mut self) -> Result<PairEvent, Problem> {
-        let prefill = &self.pair.prefill.instance;
         match (self.held.take(), &self.prefill) {
             (Some((PairEvent::Token(token), _)), Prefill::Replied(reply)) => {
                 Ok(PairEvent::Token(Chosen { top: reply.first.top.clone(), ..token }))
@@ -243,18 +242,24 @@ impl PairAnswer {
                 Ok(PairEvent::Done(PairDone { prefill: Some(reply.clone()), ..done }))
             }
             (Some((done @ PairEvent::Done(_), _)), _) => Ok(done),
-            (_, Prefill::Failed(problem)) => Err(told(problem.clone(), Stage::HandOff, prefill)),
+            (_, Prefill::Failed(problem)) => Err(self.of_prefill(problem)),
             (_, _) => {
                 let cause = "the first token is there, but its alternatives do not come";
-                Err(Problem::new(Blame::PeerMisbehaved, Stage::HandOff, cause).at(prefill))
+                let problem = Problem::new(Blame::PeerMisbehaved, Stage::HandOff, cause);
+                Err(problem.at(&self.pair.prefill.instance))
             }
         }
+    }
+
+    /// What prefill says, as this side tells it.
+    fn of_prefill(&self, problem: &Problem) -> Problem {
+        told(problem.clone(), Stage::HandOff, &self.pair.prefill, &self.pair.decode)
     }
 
     /// The more telling of decode's failure and what prefill says within a moment.
     async fn decode_failed(&mut self, problem: Problem) -> Problem {
         let stage = if self.begun { Stage::Compute } else { Stage::HandOff };
-        let ours = told(problem, stage, &self.pair.decode.instance);
+        let ours = told(problem, stage, &self.pair.decode, &self.pair.prefill);
         if self.begun || weight(&ours) == OWN {
             return ours;
         }
@@ -263,7 +268,7 @@ impl PairAnswer {
         }
         match &self.prefill {
             Prefill::Failed(theirs) => {
-                let theirs = told(theirs.clone(), Stage::HandOff, &self.pair.prefill.instance);
+                let theirs = self.of_prefill(theirs);
                 if weight(&theirs) > weight(&ours) { theirs } else { ours }
             }
             _ => ours,
@@ -282,7 +287,7 @@ impl PairAnswer {
             Ok(Ok(Some(DecodeRecord::Error(problem)))) | Ok(Err(problem)) => problem,
             Ok(Ok(_)) | Err(_) => return Some(ours),
         };
-        let theirs = told(theirs, Stage::HandOff, &self.pair.decode.instance);
+        let theirs = told(theirs, Stage::HandOff, &self.pair.decode, &self.pair.prefill);
         Some(if weight(&theirs) >= weight(&ours) { theirs } else { ours })
     }
 
@@ -311,10 +316,12 @@ fn weight(problem: &Problem) -> u8 {
     }
 }
 
-/// A problem with the instance where it happened; `stage` is what that one was doing, if it cannot say so itself.
-fn told(problem: Problem, stage: Stage, instance: &InstanceId) -> Problem {
+/// A problem that `by` tells, with the instance where it happened: the `other` one when `by` has lost it. `stage` is what
+/// `by` was doing, if it cannot say so itself.
+fn told(problem: Problem, stage: Stage, by: &Leg, other: &Leg) -> Problem {
     let stage = if problem.reach == Reach::Silent { stage } else { problem.stage };
-    Problem { stage, ..problem }.at(instance)
+    let place = if problem.peer_lost { other } else { by };
+    Problem { stage, ..problem }.at(&place.instance)
 }
 
 /// Comes true when an instance does not answer any more: its process may be stopped, which no connection shows.

@@ -22,18 +22,39 @@ pub(super) struct Cost {
 }
 
 /// The answers so far.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(super) struct Fits {
+    /// What the model is called here, and the digest of its weights.
+    model: (String, String),
     known: HashMap<(Incarnation, Incarnation), Result<Cost, Problem>>,
 }
 
 impl Fits {
+    /// For pairs that run the model of this name and digest; an empty digest is any model's.
+    pub(super) fn new(name: &str, sha256: &str) -> Self {
+        Self { model: (name.to_owned(), sha256.to_owned()), known: HashMap::new() }
+    }
+
     /// Whether `prefill` can serve `decode`; a refusal names the field.
     pub(super) fn ask(&mut self, prefill: &Seat, decode: &Seat) -> Result<Cost, Problem> {
-        self.known
-            .entry((prefill.incarnation, decode.incarnation))
-            .or_insert_with(|| compare(prefill, decode))
-            .clone()
+        let (name, sha256) = &self.model;
+        let compared = || {
+            // What comes of one model's tokens in another one's vocabulary would look like an answer.
+            match [prefill, decode]
+                .into_iter()
+                .find(|seat| !seat.descriptor.model.starts_with(sha256.as_str()))
+            {
+                Some(seat) => {
+                    let cause = format!(
+                        "{} runs another model than this router speaks for ({name}); start both with the same `--model`",
+                        seat.instance
+                    );
+                    Err(Problem::new(Blame::PeerIncompatible, Stage::Lookup, cause))
+                }
+                None => compare(prefill, decode),
+            }
+        };
+        self.known.entry((prefill.incarnation, decode.incarnation)).or_insert_with(compared).clone()
     }
 
     /// Forgets starts that are not there any more.

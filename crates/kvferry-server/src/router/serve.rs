@@ -3,7 +3,6 @@
 use std::{
     net::SocketAddr,
     sync::{Arc, atomic::Ordering},
-    time::Duration,
 };
 
 use axum::{Router as Routes, routing::get};
@@ -20,15 +19,12 @@ use super::{
 };
 use crate::{ServerError, TraceSink, backend::Backend, openai::Api, telemetry::Telemetry};
 
-/// How long a router that was told to end waits for the answers that it gives.
-const DRAIN: Duration = Duration::from_secs(10);
-
 /// What a router is started with.
 #[derive(Clone, Debug)]
 pub struct RouterConfig {
     /// Its name.
     pub instance: InstanceId,
-    /// What turns texts into tokens. It has to be that of the model that the instances run.
+    /// What turns texts into tokens. Instances that run another model are not asked.
     pub voice: Voice,
     /// Where its HTTP port is opened; loopback only, port 0 takes a free one.
     pub listen: SocketAddr,
@@ -61,7 +57,7 @@ impl Router {
         let listener = bind_loopback(config.listen).await?;
         let http = listener.local_addr()?;
         let pairs = Arc::new(Pairs::new(
-            View::new(registry),
+            View::new(registry, &config.voice),
             Arc::new(Telemetry::new("router", config.instance.clone(), &config.voice.name, config.traces)),
         ));
         let api = Api::new(config.voice, Arc::clone(&pairs) as Arc<dyn Backend>);
@@ -88,18 +84,14 @@ impl Router {
             .route("/debug/ledger", get(admin::ledger))
             .with_state(Arc::clone(&admin));
         let app = admin.api.app(routes);
-        let late = async {
-            drain.cancelled().await;
+        let late = admin.api.drained(&drain, || {
             pairs.draining.store(true, Ordering::Relaxed);
             tracing::info!(instance = %admin.instance, rooms = pairs.rooms(), "draining");
-            tokio::time::sleep(DRAIN).await;
-        };
+        });
         tokio::select! {
             () = admin.api.port(listener).serve(app, drain.cancelled()) => {}
             () = pairs.view.follow() => {}
-            () = late => {
-                tracing::warn!(rooms = pairs.rooms(), "draining took too long: what is left is dropped");
-            }
+            () = late => {}
         }
         Ok(())
     }

@@ -5,6 +5,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use kvferry_engine::Voice;
 use kvferry_plan::Blame;
 use kvferry_registry::{Client, Group, Role};
 
@@ -84,14 +85,17 @@ impl Snapshot {
 #[derive(Debug)]
 pub(super) struct View {
     registry: Client,
+    /// The model that is spoken for: its name, and the digest of its weights.
+    model: (String, String),
     now: Mutex<Arc<Snapshot>>,
     /// Why the registry could not be asked the last time.
     silent: Mutex<Option<String>>,
 }
 
 impl View {
-    pub(super) fn new(registry: Client) -> Self {
-        Self { registry, now: Mutex::default(), silent: Mutex::default() }
+    pub(super) fn new(registry: Client, voice: &Voice) -> Self {
+        let model = (voice.name.clone(), voice.sha256.clone());
+        Self { registry, model, now: Mutex::default(), silent: Mutex::default() }
     }
 
     /// What is known now.
@@ -109,7 +113,8 @@ impl View {
 
     /// Keeps asking.
     pub(super) async fn follow(&self) {
-        let mut fits = Fits::default();
+        let (name, sha256) = &self.model;
+        let mut fits = Fits::new(name, sha256);
         loop {
             match self.registry.groups().await {
                 Ok(groups) => {
@@ -124,7 +129,7 @@ impl View {
                         Ok(looked) => looked,
                         Err(error) => {
                             tracing::error!(%error, "the registry's answer could not be read; this is a defect");
-                            fits = Fits::default();
+                            fits = Fits::new(name, sha256);
                             tokio::time::sleep(EVERY).await;
                             continue;
                         }

@@ -26,7 +26,8 @@ fn curl(url: &str, model: &str, speaks: bool) -> String {
     let model = json!(model);
     let (path, lines) = if speaks {
         let messages = r#"[{"role": "user", "content": "Why is the sky blue?"}]"#;
-        let rest = format!("\"messages\": {messages},\n  \"max_tokens\": 64, \"stream\": true");
+        let rest =
+            format!("\"messages\": {messages},\n  \"max_tokens\": 64, \"temperature\": 0, \"stream\": true");
         ("chat/completions", rest)
     } else {
         let rest =

@@ -62,6 +62,47 @@ fn a_prefill_that_stops_in_the_middle_of_a_hand_off_is_noticed_and_the_other_ser
     service.quiet("after it", service.all());
 }
 
+/// The one that survives tells of it; the one that died is named.
+#[test]
+fn whoever_dies_in_a_hand_off_is_named_and_not_who_tells_it() {
+    for victim in ["p0", "d0"] {
+        let service = Service::start(&[&["--throttle", "65536", "--chunk", "16"]], &[&[]]);
+        std::thread::scope(|scope| {
+            let asked = scope.spawn(|| service.complete(&request(600, 4)));
+            wait_until("it is at work", || service.prefills[0].ledger().count("/node/sending") == 1);
+            let peer = service.all().find(|peer| peer.server.instance == victim).unwrap();
+            peer.signal("KILL");
+            let (status, answer) = asked.join().unwrap();
+            let message = answer["error"]["message"].as_str().unwrap();
+            assert_eq!((status, message.starts_with(victim)), (502, true), "{answer:#}");
+        });
+    }
+}
+
+/// Its tokens would be read in the wrong vocabulary, and look like an answer.
+#[test]
+fn instances_of_another_model_are_not_asked() {
+    let fleet = Fleet::start();
+    let _peers = ["prefill", "decode"].map(|role| fleet.peer(role, role, &[]));
+    let router = Server::start(&[
+        "--role",
+        "router",
+        "--model",
+        "embedded:needle_kimi",
+        "--registry",
+        &fleet.registry.url,
+    ]);
+    let http = kvferry::registry::loopback_http().unwrap().build().unwrap();
+    let body = json!({ "prompt": [1, 2, 3], "max_tokens": 1 });
+    wait_until("the router has seen them", || {
+        let ask = crate::service::complete(&http, &router.url, &body);
+        let (status, answer) = fleet.runtime.block_on(ask);
+        assert_eq!(status / 100, 5, "{answer:#}");
+        let message = answer["error"]["message"].as_str().unwrap();
+        message.contains("runs another model than this router speaks for (needle_kimi)")
+    });
+}
+
 #[test]
 fn a_prefill_that_stops_and_has_no_other_is_named() {
     let service = Service::start(&[&["--throttle", "65536", "--chunk", "16"]], &[&[], &[]]);
