@@ -1,0 +1,150 @@
+//! Prefixes that requests share.
+
+use super::*;
+
+/// A prompt that begins with `alike` tokens of [`prompt`] and goes on otherwise.
+fn branch(alike: u32, length: u32) -> Request {
+    let tokens = prompt(alike).into_iter().chain((alike..length).map(|i| (i * 29 + 3) % 512)).collect();
+    Request { ignore_eos: true, ..Request::greedy(tokens, 6) }
+}
+
+#[test]
+fn a_cached_prefix_changes_no_bit() {
+    for (attention, layout, block) in [
+        (Attention::Gqa, "tp=1", 16),
+        (Attention::Gqa, "tp=3,page=8", 8),
+        (Attention::Gqa, "tp=2,dcp=2,page=5", 10),
+        (Attention::Gqa, "tp=3,dcp=3,pp=3,page=4", 12),
+        (Attention::Mla, "tp=4,dcp=4,interleave=3,page=4", 48),
+        (Attention::Mla, "tp=2", 16),
+    ] {
+        let model = model(attention, Arith::Canonical);
+        let config = config(layout);
+        let alone = EngineConfig { prefix_cache: false, ..config.clone() };
+        let alone = Engine::start(Arc::clone(&model), &alone, Arc::new(NoHandOff)).unwrap();
+        let engine = Engine::start(model, &config, Arc::new(NoHandOff)).unwrap();
+        let first = branch(100, 100);
+        let (answer, _) = outcome(alone.generate(first.clone()).unwrap());
+        // The next turn of a conversation: what was said, and what was answered.
+        let mut turn = first.clone();
+        turn.prompt.extend(answer.iter().map(|(id, _)| *id));
+        turn.prompt.extend([7, 8, 9]);
+        let cases = [(first.clone(), 0), (first, 99), (branch(50, 100), 50), (branch(0, 40), 0), (turn, 105)];
+        for (request, alike) in cases {
+            let length = request.prompt.len() as u64;
+            let (expected, last) = outcome(alone.generate(request.clone()).unwrap());
+            assert_eq!(last, done(length, 0));
+            let (found, last) = outcome(engine.generate(request).unwrap());
+            assert_eq!(found, expected, "{layout}: {alike} tokens alike");
+            let cached = alike / block * block;
+            assert_eq!(last, done(length - cached, cached), "{layout}: {alike} tokens alike");
+        }
+        all_free(&engine);
+        assert!(engine.stats().pages_cached > 0);
+        assert_eq!(alone.stats().pages_cached, 0);
+    }
+}
+
+#[test]
+fn a_cached_prefix_is_handed_over_and_received_once() {
+    let model = model(Attention::Mla, Arith::Canonical);
+    // Blocks of 8 tokens at prefill, of 20 at decode.
+    let both = Split::new(&model, ("tp=2,page=8", "tp=4,dcp=4,page=5"), Dtype::Bf16);
+    let whole = EngineConfig { kv: Dtype::Bf16, prefix_cache: false, ..config("tp=1") };
+    let whole = Engine::start(Arc::clone(&model), &whole, Arc::new(NoHandOff)).unwrap();
+    for (room, request, cached) in [
+        (1, branch(61, 61), (0, 0)),
+        (2, branch(61, 61), (56, 60)),
+        (3, branch(33, 61), (32, 20)),
+        (4, branch(61, 67), (56, 60)),
+    ] {
+        let (expected, _) = outcome(whole.generate(request.clone()).unwrap());
+        let run = both.run(key(room), &request);
+        assert_eq!(run.tokens, expected, "room {room}");
+        assert_eq!((run.cached, run.last), (cached, done(0, cached.1)), "room {room}");
+        // Whatever was computed, the chunks cover the prompt in order.
+        let ends: Vec<u64> = run.chunks.iter().map(|chunk| chunk.end.0).collect();
+        let starts: Vec<u64> = run.chunks.iter().map(|chunk| chunk.start.0).collect();
+        assert_eq!((starts[0], &starts[1..]), (0, &ends[..ends.len() - 1]));
+        assert_eq!(ends.last(), Some(&(request.prompt.len() as u64)));
+    }
+}
+
+#[test]
+fn what_failed_or_was_given_up_is_never_cached() {
+    let (recorder, calls) = Recorder::new();
+    let slow = EngineConfig { chunk: 1, ..config("tp=1") };
+    let engine = Engine::start(model(Attention::Gqa, Arith::Canonical), &slow, recorder).unwrap();
+    let lease = engine.prefill(key(1), full(200, 1)).unwrap().wait().unwrap();
+    // More than a page is computed, less than all.
+    for _ in 0..40 {
+        calls.recv_timeout(PATIENCE).unwrap();
+    }
+    drop(lease);
+    all_free(&engine);
+    // Pages that somebody else fills, and never says that they are right.
+    drop(engine.reserve(key(2), full(100, 4)).unwrap().wait().unwrap());
+    // Given up in the middle of the answer: the part that others wrote is not known to be right... until the end.
+    let lease = engine.reserve(key(3), full(100, 300)).unwrap().wait().unwrap();
+    let first = FirstToken { id: 1, logprob: -1.0, top: Vec::new() };
+    drop(engine.decode(&lease, first).unwrap());
+    wait_for(&engine, |s| s.finished == 1);
+    drop(lease);
+    all_free(&engine);
+    assert_eq!(engine.stats().pages_cached, 0);
+    let engine = Engine::start(broken_model(Arith::Canonical), &config("tp=2"), Arc::new(NoHandOff)).unwrap();
+    let bad = Request::greedy((0..40).map(|i| if i == 38 { 5 } else { 1 }).collect(), 4);
+    assert!(matches!(outcome(engine.generate(bad).unwrap()).1, Event::Failed(EngineError::Range { .. })));
+    all_free(&engine);
+    assert_eq!(engine.stats().pages_cached, 0);
+}
+
+#[test]
+fn cached_pages_make_room_and_readers_keep_theirs() {
+    let (recorder, calls) = Recorder::new();
+    let small = EngineConfig { pool_tokens: 192, ..config("tp=2") };
+    let engine = Engine::start(model(Attention::Gqa, Arith::Canonical), &small, recorder).unwrap();
+    let alone = start(&EngineConfig { prefix_cache: false, ..small.clone() });
+    // A finished prompt whose pages are still being read.
+    let lease = engine.prefill(key(1), branch(64, 64)).unwrap().wait().unwrap();
+    while !matches!(calls.recv_timeout(PATIENCE).unwrap(), Call::Finished(..)) {}
+    let rows = engine.rows(key(1)).unwrap().wait().unwrap();
+    let before = engine.rank_rows(key(1), RankId(0)).unwrap();
+    wait_for(&engine, |s| s.pages_cached == 4 && s.pages_held == 4);
+    // Different prompts, each of which takes what is left of the pool: 8 pages.
+    for n in 0..6 {
+        let request =
+            Request { ignore_eos: true, ..Request::greedy((0..100).map(|i| i * 3 + n).collect(), 20) };
+        let (expected, _) = outcome(alone.generate(request.clone()).unwrap());
+        assert_eq!(outcome(engine.generate(request).unwrap()).0, expected);
+        let after = rows.rank(RankId(0)).unwrap();
+        assert_eq!(after.bytes, before.bytes, "a page that is read has changed");
+    }
+    drop(lease);
+    all_free(&engine);
+    // Nobody reads it now, and it is the oldest.
+    for n in 0..6 {
+        let request =
+            Request { ignore_eos: true, ..Request::greedy((0..150).map(|i| i * 3 + n).collect(), 20) };
+        outcome(engine.generate(request).unwrap());
+    }
+    assert_eq!(rows.rank(RankId(0)), Err(EngineError::UnknownRoom(key(1))));
+    all_free(&engine);
+}
+
+#[test]
+fn requests_that_share_a_prefix_need_fewer_pages() {
+    // 10 pages of 16.
+    let engine = start(&EngineConfig { pool_tokens: 160, ..config("tp=1") });
+    outcome(engine.generate(branch(96, 96)).unwrap());
+    // 7 pages each, 6 of which they have in common.
+    let leases = [1, 2, 3, 4].map(|n| engine.reserve(key(n), branch(96, 98)).unwrap().wait().unwrap());
+    assert!(
+        leases.iter().all(|lease| lease.cached() == 96 && lease.table().0[..6] == leases[0].table().0[..6])
+    );
+    let waits = engine.reserve(key(5), branch(96, 98)).unwrap();
+    wait_for(&engine, |s| s.queued == 1 && s.pages_free == 0 && s.pages_held == 10);
+    drop(leases);
+    assert_eq!(waits.wait().unwrap().cached(), 96);
+    all_free(&engine);
+}
