@@ -141,7 +141,7 @@ fn nixl(packages: &Packages) -> Finding {
 
 fn mooncake(packages: &Packages) -> Finding {
     let found = packages.mooncake.as_ref().map(|name| format!("Python package {name}"));
-    let install = "python3 -m pip install mooncake-transfer-engine-non-cuda==0.3.13.post1";
+    let install = "python3 -m pip install \\\nmooncake-transfer-engine-non-cuda==0.3.13.post1";
     extra("Mooncake", found, "a transport of later versions will load it", install)
 }
 
