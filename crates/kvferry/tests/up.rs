@@ -141,7 +141,12 @@ fn a_process_that_cannot_be_kept_ends_all_and_is_named() {
     kill("STOP", &keeper);
     kill("KILL", &up.pid("router-0"));
     wait_until("it ends", || !alive(&up.pid("router-0")));
-    let _taken = std::net::TcpListener::bind(("127.0.0.1", port)).unwrap();
+    // Its last thread may hold the port for a moment longer.
+    let mut taken = None;
+    wait_until("the port is free", || {
+        taken = std::net::TcpListener::bind(("127.0.0.1", port)).ok();
+        taken.is_some()
+    });
     kill("CONT", &keeper);
     let (code, said) = up.ended();
     assert_eq!(code, Some(1), "{said}");
