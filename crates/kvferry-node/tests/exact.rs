@@ -10,7 +10,7 @@ use std::{
 };
 
 use kvferry_node::{Moment, Observer, Receive, Side, TransportKind};
-use kvferry_plan::{CacheShape, InstanceId, LayerId, Part, PartShape, RoomKey, TokenRange};
+use kvferry_plan::{CacheShape, InstanceId, RoomKey, TokenRange};
 
 fn gqa() -> CacheShape {
     CacheShape::gqa(3, 3, 8)
@@ -91,13 +91,6 @@ async fn the_rest_of_a_prompt_whose_beginning_the_target_holds() {
 #[tokio::test(flavor = "multi_thread")]
 async fn tp3_to_tp1() {
     exact(&gqa(), "tp=3,page=16", "tp=1,page=16", 100, 100).await;
-}
-
-/// Latent rows in one layer, per-request state in two others.
-fn hybrid() -> CacheShape {
-    let [conv, recurrent] = CacheShape::kda([LayerId(0), LayerId(2)].into(), 5, 4, 4);
-    let latent = PartShape::rows(Part::Latent, [LayerId(1)].into(), 1, 20);
-    CacheShape { parts: [latent, conv, recurrent].into() }
 }
 
 /// State goes between any two TP sizes, q, k and v apart, whatever DCP does to the rows; with the last chunk, of one

@@ -10,6 +10,7 @@ use kvferry_plan::{Blame, CacheShape, TokenRange};
 async fn inject(fault: Inject, digest: bool, transport: TransportKind, layout: &str) {
     let (shape, prefill, decode) = match layout {
         "gqa" => (CacheShape::gqa(2, 3, 8), "tp=3,page=16", "tp=1,page=16"),
+        "hybrid" => (hybrid(), "tp=2,page=16", "tp=4,dcp=4,page=16"),
         _ => (CacheShape::mla(2, 20), "tp=2,page=16", "tp=4,dcp=4,page=16"),
     };
     let case = format!("{fault} digest {digest} {transport} {layout}");
@@ -43,7 +44,10 @@ async fn inject(fault: Inject, digest: bool, transport: TransportKind, layout: &
 async fn every_fault_is_found_and_passes_without_digests() {
     for fault in Inject::ALL {
         for transport in EVERY {
-            for layout in ["gqa", "mla"] {
+            // A fault of state needs some.
+            let layouts =
+                if fault == Inject::SwapState { &["hybrid"][..] } else { &["gqa", "mla", "hybrid"] };
+            for layout in layouts {
                 inject(fault, true, transport, layout).await;
                 inject(fault, false, transport, layout).await;
             }

@@ -237,6 +237,13 @@ impl Instance {
     }
 }
 
+/// Latent rows in one layer, per-request state in two others.
+pub fn hybrid() -> CacheShape {
+    let [conv, recurrent] = CacheShape::kda([LayerId(0), LayerId(2)].into(), 5, 4, 4);
+    let latent = PartShape::rows(Part::Latent, [LayerId(1)].into(), 1, 20);
+    CacheShape { parts: [latent, conv, recurrent].into() }
+}
+
 pub fn room(n: u128) -> RoomKey {
     RoomKey { room: RoomId(n), attempt: Attempt(1) }
 }
