@@ -24,7 +24,7 @@ use crate::{
 };
 
 /// Rank, pages and slots.
-const RECORD: usize = 12;
+pub(super) const RECORD: usize = 12;
 
 /// Passes the arena of `rank`.
 pub(super) fn send(socket: &Socket, rank: RankId, arena: &Arena) -> Result<(), Lost> {

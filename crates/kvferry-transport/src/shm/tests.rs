@@ -163,7 +163,7 @@ fn a_source_that_lies_is_refused() {
     // A rank without memory.
     let error = open(|socket| {
         welcome(&socket, 1);
-        socket.send(&[0; 8], &[]).unwrap();
+        socket.send(&[0; fds::RECORD], &[]).unwrap();
     });
     assert!(matches!(error, TransportError::Protocol { .. }), "{error}");
     // Half a rank.
