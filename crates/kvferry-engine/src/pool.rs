@@ -5,8 +5,8 @@ use std::sync::Arc;
 
 use kvferry_arena::{Arena, Memory};
 use kvferry_plan::{
-    Bytes, CacheShape, Dtype, LayerId, PageTable, Part, PartLayout, Placement, PoolLayout, RankId, SlotId,
-    Token,
+    Bytes, CacheShape, Dtype, LayerId, PageTable, Part, PartLayout, Placement, PoolLayout, PoolSize, RankId,
+    SlotId, Token,
 };
 
 use crate::{
@@ -73,14 +73,14 @@ impl RowBuffer {
 }
 
 impl Pool {
-    /// The pool of `rank` with so many pages and state slots.
+    /// The pool of `rank` of this size.
     pub(crate) fn new(
         shape: &CacheShape,
         placement: &Placement,
         rank: RankId,
-        (pages, slots): (u32, u32),
+        size: PoolSize,
     ) -> Result<Self, EngineError> {
-        let layout = PoolLayout::with_slots(shape, placement, rank, pages, slots)
+        let layout = PoolLayout::with_slots(shape, placement, rank, size)
             .map_err(|error| EngineError::Layout(error.to_string()))?;
         let held = shape
             .parts

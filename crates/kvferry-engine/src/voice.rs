@@ -16,7 +16,7 @@ use crate::{
 pub struct Voice {
     /// What clients call the model.
     pub name: String,
-    /// SHA-256 of the weights, hexadecimal: whom it speaks for. Empty when that is not known.
+    /// SHA-256 of the weights, hexadecimal: whom it speaks for.
     pub sha256: String,
     /// Token ids are below this.
     pub vocab: u32,

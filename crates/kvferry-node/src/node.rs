@@ -10,7 +10,7 @@ use std::{
 };
 
 use kvferry_arena::Memory;
-use kvferry_plan::{Incarnation, InstanceId, RankId, RoomKey};
+use kvferry_plan::{Incarnation, InstanceId, PoolLayout, PoolSize, RankId, RoomKey};
 use kvferry_session::{Capabilities, Cause, Endpoint, Hello};
 use kvferry_transport::{Registration, Setup, TransportKind};
 use tokio::sync::{mpsc, oneshot};
@@ -236,7 +236,7 @@ fn check(config: &NodeConfig) -> Result<(u32, u32), NodeError> {
     }
     let (pages, slots) = config.arenas.first().map_or((0, 0), |a| (a.layout().pages(), a.layout().slots()));
     for (rank, arena) in hosted.into_iter().zip(&config.arenas) {
-        let layout = kvferry_plan::PoolLayout::with_slots(shape, placement, rank, pages, slots)
+        let layout = PoolLayout::with_slots(shape, placement, rank, PoolSize { pages, slots })
             .map_err(|e| NodeError::Config(e.to_string()))?;
         if layout != *arena.layout() {
             let text = format!("the pool of rank {rank} is not laid out as the descriptor says");

@@ -56,7 +56,7 @@ pub use moves::{Slice, StridedMove, Strides};
 pub use pair::{End, Pair, Slot};
 pub use placement::{PartLayout, Placement, PlacementError, RankCoords, Replica};
 pub use plan::{Group, Plan, Unit};
-pub use pool::{PoolLayout, Region};
+pub use pool::{PoolLayout, PoolSize, Region};
 pub use run::Run;
 pub use shape::{CacheShape, Dtype, Part, PartShape, StateShape};
 pub use spec::{LayerSplit, LayoutSpec, SpecError};

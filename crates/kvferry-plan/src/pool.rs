@@ -31,6 +31,15 @@ impl Region {
     }
 }
 
+/// What a pool has room for, on every rank alike.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PoolSize {
+    /// Pages, of the placement's page size in rows each.
+    pub pages: u32,
+    /// Slots, each for the state of one request; 0 in shapes without state.
+    pub slots: u32,
+}
+
 /// The layout of one rank's arena: one generation word per page and then per slot, then one region per (layer, part).
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PoolLayout {
@@ -62,10 +71,10 @@ impl PoolLayout {
         rank: RankId,
         pages: u32,
     ) -> Result<Self, PlacementError> {
-        Self::with_slots(shape, placement, rank, pages, 0)
+        Self::with_slots(shape, placement, rank, PoolSize { pages, slots: 0 })
     }
 
-    /// The pool of `rank` with `pages` pages and `slots` slots for the state of as many requests.
+    /// The pool of `rank` of this size, with slots for the state of requests.
     ///
     /// # Errors
     /// As [`PoolLayout::new`].
@@ -73,8 +82,7 @@ impl PoolLayout {
         shape: &CacheShape,
         placement: &Placement,
         rank: RankId,
-        pages: u32,
-        slots: u32,
+        PoolSize { pages, slots }: PoolSize,
     ) -> Result<Self, PlacementError> {
         placement.check(shape)?;
         if rank.0 >= placement.ranks() {

@@ -20,8 +20,9 @@ fn numbers(value: &Value) -> Vec<u64> {
 fn bytes(pair: &Pair, src: u32, dst: u32) -> BTreeSet<(u64, u64)> {
     let slot = |rank| Slot { rank: RankId(rank), slot: SlotId(0) };
     let plan = pair.state(slot(src), slot(dst)).unwrap();
-    let pool =
-        |side: &Placement, rank| PoolLayout::with_slots(pair.shape(), side, RankId(rank), 0, 1).unwrap();
+    let pool = |side: &Placement, rank| {
+        PoolLayout::with_slots(pair.shape(), side, RankId(rank), PoolSize { pages: 0, slots: 1 }).unwrap()
+    };
     let (from, to) = (pool(pair.src(), src), pool(pair.dst(), dst));
     let base = |pool: &PoolLayout| pool.regions()[0].offset.0;
     let (src_base, dst_base) = (base(&from), base(&to));

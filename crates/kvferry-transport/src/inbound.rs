@@ -266,18 +266,23 @@ mod tests {
         (prop::option::weighted(0.1, legs()), prop::option::weighted(0.8, odd))
     }
 
-    /// A frame that was on its way when the room was revoked is not written, and its leg is refused.
-    #[test]
-    fn nothing_lands_behind_the_fence() {
-        let (local, arena) = local();
-        let mut inbound = Inbound::new(Arc::clone(&local), PEER);
-        let leg = LegId {
+    /// The leg of the first room that the tests begin with.
+    fn first_leg() -> LegId {
+        LegId {
             key: key(1),
             generation: Generation(1),
             source: RankId(0),
             target: RankId(0),
             tokens: TokenRange::new(0, TOKENS),
-        };
+        }
+    }
+
+    /// A frame that was on its way when the room was revoked is not written, and its leg is refused.
+    #[test]
+    fn nothing_lands_behind_the_fence() {
+        let (local, arena) = local();
+        let mut inbound = Inbound::new(Arc::clone(&local), PEER);
+        let leg = first_leg();
         let unit = |first| Units { first, count: 1, row: 0, rows: None };
         assert!(inbound.accepts(&leg, &unit(0), 128));
         inbound.land(&unit(0), &[1; 128]);
@@ -302,13 +307,7 @@ mod tests {
     fn a_revoked_room_with_an_open_leg_is_not_granted() {
         let (local, _) = local();
         let mut inbound = Inbound::new(Arc::clone(&local), PEER);
-        let leg = LegId {
-            key: key(1),
-            generation: Generation(1),
-            source: RankId(0),
-            target: RankId(0),
-            tokens: TokenRange::new(0, TOKENS),
-        };
+        let leg = first_leg();
         assert!(inbound.accepts(&leg, &Units { first: 0, count: 1, row: 0, rows: None }, 128));
         assert_eq!(local.stats().grants, 1);
         local.revoke(leg.key, leg.generation);
@@ -323,7 +322,7 @@ mod tests {
             let (local, arena) = local();
             let mut inbound = Inbound::new(Arc::clone(&local), PEER);
             let mut leg =
-                LegId { key: key(1), generation: Generation(1), source: RankId(0), target: RankId(0), tokens: TokenRange::new(0, TOKENS) };
+                first_leg();
             let (mut landed, mut due) = (0, 0);
             for (next, frame) in frames {
                 leg = next.unwrap_or(leg);

@@ -14,7 +14,9 @@ mod tests;
 use std::sync::Arc;
 
 use kvferry_arena::Arena;
-use kvferry_plan::{CacheShape, LayoutSpec, PageId, Placement, RankId, RoomKey, SlotId, TokenRange};
+use kvferry_plan::{
+    CacheShape, LayoutSpec, PageId, Placement, PoolSize, RankId, RoomKey, SlotId, TokenRange,
+};
 
 pub(crate) use batch::{Outcome, Piece};
 
@@ -78,7 +80,7 @@ impl Forward {
         let longest = model.config().longest(config.max_model_len);
         let longest = u64::from(longest).min(placement.tokens_for(pages));
         let pools = (0..placement.ranks())
-            .map(|rank| Pool::new(&shape, &placement, RankId(rank), (pages, slots)))
+            .map(|rank| Pool::new(&shape, &placement, RankId(rank), PoolSize { pages, slots }))
             .collect::<Result<_, _>>()?;
         let shares = shares::shares(&shape, &placement, Totals::of(model.config(), config.layout.ep));
         let rope = model.rope(usize::try_from(longest).unwrap_or(usize::MAX));

@@ -10,7 +10,7 @@ use kvferry_node::{
 };
 use kvferry_plan::{
     Attempt, Bytes, CacheShape, Descriptor, Dtype, InstanceId, LayerId, LayoutSpec, PROTOCOL, PageId,
-    PageTable, Part, PartShape, Placement, PoolLayout, RankId, RoomId, RoomKey, Row, SlotId, Token,
+    PageTable, Part, PartShape, Placement, PoolLayout, PoolSize, RankId, RoomId, RoomKey, Row, SlotId, Token,
     TokenRange,
 };
 
@@ -75,7 +75,9 @@ pub fn config(recipe: &Recipe) -> NodeConfig {
         .into_iter()
         .map(|rank| {
             let slots = if shape.has_state() { SLOTS } else { 0 };
-            let layout = PoolLayout::with_slots(&shape, &placement, rank, recipe.pages, slots).unwrap();
+            let layout =
+                PoolLayout::with_slots(&shape, &placement, rank, PoolSize { pages: recipe.pages, slots })
+                    .unwrap();
             Arc::new(Arena::new(recipe.name, layout).unwrap())
         })
         .collect();

@@ -129,7 +129,9 @@ fn pools(shape: &CacheShape, placement: &Placement, table: &PageTable) -> Vec<Po
     // The local pages of a sharded table are fewer than its logical ones.
     let pages = table.0.iter().map(|page| page.0 + 1).max().unwrap_or(0);
     (0..placement.ranks())
-        .map(|r| PoolLayout::with_slots(shape, placement, RankId(r), pages, SLOTS).unwrap())
+        .map(|r| {
+            PoolLayout::with_slots(shape, placement, RankId(r), PoolSize { pages, slots: SLOTS }).unwrap()
+        })
         .collect()
 }
 

@@ -21,38 +21,49 @@ pub(super) struct Cost {
     pub(super) copies: u64,
 }
 
+/// The model that a router speaks for.
+#[derive(Clone, Debug)]
+pub(super) struct Served {
+    /// What it is called here.
+    pub(super) name: String,
+    /// SHA-256 of its weights, hexadecimal.
+    pub(super) sha256: String,
+}
+
+impl Served {
+    /// What comes of one model's tokens in another one's vocabulary would look like an answer.
+    fn check(&self, seat: &Seat) -> Result<(), Problem> {
+        // The weights' digest is the first word; the others say how they are used.
+        if seat.descriptor.model.split(' ').next() == Some(self.sha256.as_str()) {
+            return Ok(());
+        }
+        let cause = format!(
+            "{} runs another model than this router speaks for ({}); start both with the same `--model`",
+            seat.instance, self.name
+        );
+        Err(Problem::new(Blame::PeerIncompatible, Stage::Lookup, cause))
+    }
+}
+
 /// The answers so far.
 #[derive(Debug)]
 pub(super) struct Fits {
-    /// What the model is called here, and the digest of its weights.
-    model: (String, String),
+    served: Served,
     known: HashMap<(Incarnation, Incarnation), Result<Cost, Problem>>,
 }
 
 impl Fits {
-    /// For pairs that run the model of this name and digest; an empty digest is any model's.
-    pub(super) fn new(name: &str, sha256: &str) -> Self {
-        Self { model: (name.to_owned(), sha256.to_owned()), known: HashMap::new() }
+    /// For pairs that run this model.
+    pub(super) fn new(served: Served) -> Self {
+        Self { served, known: HashMap::new() }
     }
 
-    /// Whether `prefill` can serve `decode`; a refusal names the field.
+    /// Whether `prefill` can serve `decode`; a refusal names the field, or the instance of another model.
     pub(super) fn ask(&mut self, prefill: &Seat, decode: &Seat) -> Result<Cost, Problem> {
-        let (name, sha256) = &self.model;
         let compared = || {
-            // What comes of one model's tokens in another one's vocabulary would look like an answer.
-            match [prefill, decode]
-                .into_iter()
-                .find(|seat| !seat.descriptor.model.starts_with(sha256.as_str()))
-            {
-                Some(seat) => {
-                    let cause = format!(
-                        "{} runs another model than this router speaks for ({name}); start both with the same `--model`",
-                        seat.instance
-                    );
-                    Err(Problem::new(Blame::PeerIncompatible, Stage::Lookup, cause))
-                }
-                None => compare(prefill, decode),
-            }
+            self.served.check(prefill)?;
+            self.served.check(decode)?;
+            compare(prefill, decode)
         };
         self.known.entry((prefill.incarnation, decode.incarnation)).or_insert_with(compared).clone()
     }

@@ -10,7 +10,7 @@ use kvferry_plan::Blame;
 use kvferry_registry::{Client, Group, Role};
 
 use super::{
-    fit::{Cost, Fits},
+    fit::{Cost, Fits, Served},
     seat::Seat,
 };
 use crate::{Problem, Stage};
@@ -85,8 +85,7 @@ impl Snapshot {
 #[derive(Debug)]
 pub(super) struct View {
     registry: Client,
-    /// The model that is spoken for: its name, and the digest of its weights.
-    model: (String, String),
+    served: Served,
     now: Mutex<Arc<Snapshot>>,
     /// Why the registry could not be asked the last time.
     silent: Mutex<Option<String>>,
@@ -94,8 +93,8 @@ pub(super) struct View {
 
 impl View {
     pub(super) fn new(registry: Client, voice: &Voice) -> Self {
-        let model = (voice.name.clone(), voice.sha256.clone());
-        Self { registry, model, now: Mutex::default(), silent: Mutex::default() }
+        let served = Served { name: voice.name.clone(), sha256: voice.sha256.clone() };
+        Self { registry, served, now: Mutex::default(), silent: Mutex::default() }
     }
 
     /// What is known now.
@@ -113,8 +112,7 @@ impl View {
 
     /// Keeps asking.
     pub(super) async fn follow(&self) {
-        let (name, sha256) = &self.model;
-        let mut fits = Fits::new(name, sha256);
+        let mut fits = Fits::new(self.served.clone());
         loop {
             match self.registry.groups().await {
                 Ok(groups) => {
@@ -129,7 +127,7 @@ impl View {
                         Ok(looked) => looked,
                         Err(error) => {
                             tracing::error!(%error, "the registry's answer could not be read; this is a defect");
-                            fits = Fits::new(name, sha256);
+                            fits = Fits::new(self.served.clone());
                             tokio::time::sleep(EVERY).await;
                             continue;
                         }

@@ -8,7 +8,7 @@ use std::{
 };
 
 use kvferry_arena::{Arena, ArenaView, Memory};
-use kvferry_plan::{PoolLayout, RankId};
+use kvferry_plan::{PoolLayout, PoolSize, RankId};
 use rustix::{
     io::Errno,
     net::{
@@ -65,8 +65,9 @@ pub(super) fn receive(
             u32::from_le_bytes([a, b, c, d])
         });
         let rank = RankId(rank);
-        let layout = PoolLayout::with_slots(&peer.descriptor.shape, placement, rank, pages, slots)
-            .map_err(|e| protocol(format!("rank {rank} with {pages} pages and {slots} slots: {e}")))?;
+        let layout =
+            PoolLayout::with_slots(&peer.descriptor.shape, placement, rank, PoolSize { pages, slots })
+                .map_err(|e| protocol(format!("rank {rank} with {pages} pages and {slots} slots: {e}")))?;
         views.insert(rank, ArenaView::map(fd.as_fd(), layout)?);
     }
     Ok(views)

@@ -1,7 +1,7 @@
 //! The planner's answer for every pair of ranks.
 
 use kvferry_plan::{
-    Axis, Bytes, End, PageTable, Pair, Placement, Plan, PoolLayout, RankId, Slot, Unsupported,
+    Axis, Bytes, End, PageTable, Pair, Placement, Plan, PoolLayout, PoolSize, RankId, Slot, Unsupported,
 };
 
 use super::request::{Request, Side};
@@ -78,8 +78,7 @@ impl Ready {
                 &request.shape,
                 placement,
                 RankId(rank),
-                pages,
-                side.slot.0.saturating_add(1),
+                PoolSize { pages, slots: side.slot.0.saturating_add(1) },
             )
             .map_err(|e| Unsupported { axis: Axis::Size, reason: e.to_string() })
         };
