@@ -372,6 +372,48 @@ async fn a_refused_pair_ends_the_room_on_both_sides_with_the_field() {
     quiet(&source).await;
 }
 
+/// Every rank of a source lives in a process of its own; a pair that is refused ends the room at each.
+#[tokio::test(flavor = "multi_thread")]
+async fn what_is_not_built_is_refused_on_every_rank_of_both_sides() {
+    let ranks =
+        [0, 1].map(|rank| start(&Recipe { hosts: Some(vec![kvferry_plan::RankId(rank)]), ..prefill() }));
+    let good = start(&decode("good"));
+    let bad = [
+        ("context parallel", Recipe { spec: "tp=2,cp=2,page=16", ..decode("bad") }),
+        ("host tier", Recipe { spec: "tp=2,dcp=2,page=16", host_pages: Some(64), ..decode("bad") }),
+        ("key.dtype", Recipe { kv: Dtype::F32, ..decode("bad") }),
+        ("model", Recipe { model: "another", ..decode("bad") }),
+    ];
+    let peers = || ranks.each_ref().map(|rank| rank.node.addr()).to_vec();
+    for (n, (axis, recipe)) in (0..).zip(bad) {
+        let bad = start(&recipe);
+        let (key, other) = (room(2 * n), room(2 * n + 1));
+        let served = ranks.each_ref().map(|rank| rank.send(other, 40));
+        let receiving = good.receive_from(other, 40, peers());
+
+        let waits = ranks.each_ref().map(|rank| rank.send(key, 40));
+        let refused = within(BOUND, bad.receive_from(key, 40, peers()).outcome()).await.unwrap_err();
+        assert_eq!((refused.field(), refused.blame()), (Some(axis), Blame::PeerIncompatible), "{refused}");
+        for waiting in waits {
+            let error = within(BOUND, waiting.outcome()).await.unwrap_err();
+            assert!(error.to_string().contains(&format!("`{axis}`")), "{error}");
+            assert_eq!(error.blame(), Blame::PeerIncompatible, "{error}");
+        }
+        quiet(&bad).await;
+
+        for (rank, sending) in ranks.iter().zip(&served) {
+            compute_and_send(rank, sending, 40, 16);
+        }
+        soon(receiving.outcome()).await.unwrap();
+        for sending in served {
+            soon(sending.outcome()).await.unwrap();
+        }
+    }
+    for rank in &ranks {
+        quiet(rank).await;
+    }
+}
+
 /// Far below the limit for a reader to come.
 const BOUND: Duration = Duration::from_secs(4);
 

@@ -33,7 +33,7 @@ pub struct Descriptor {
 
 /// The first field in which two descriptors cannot be served together.
 #[derive(Clone, Debug, PartialEq, Eq, Encode, Decode, Serialize, Deserialize, thiserror::Error)]
-#[error("`{field}` differs: here {ours}, at the peer {theirs}")]
+#[error("`{field}` differs: here {ours}, at the peer {theirs}{}", self.advice())]
 #[cbor(map)]
 pub struct Mismatch {
     /// Name of the field, such as `dtype`.
@@ -52,6 +52,19 @@ impl Mismatch {
     #[must_use]
     pub fn blame(&self) -> Blame {
         Blame::PeerIncompatible
+    }
+
+    /// What to change, of the fields that a person chooses.
+    fn advice(&self) -> &'static str {
+        match self.field.as_str() {
+            "protocol" => "; run the same version on both sides",
+            "model" => "; give both the same weights, attention form and arithmetic",
+            "parts" => "; give both the same model and attention form",
+            "digest" => "; have both take digests, or neither",
+            "transports" => "; give both a transport that the other has",
+            field if field.ends_with(".dtype") => "; give both the same element type",
+            _ => "",
+        }
     }
 }
 

@@ -52,6 +52,14 @@ impl Pair {
                 return unsupported(Axis::Placement, format!("{side}: {e}"));
             }
             prove(side, &shape, placement)?;
+            if let Some(pages) = placement.host_pages {
+                return unsupported(
+                    Axis::HostTier,
+                    format!(
+                        "the {side} keeps {pages} pages in host memory; start it without a host-tier cache"
+                    ),
+                );
+            }
         }
         if dst.cp > 1 {
             return unsupported(

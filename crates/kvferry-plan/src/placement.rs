@@ -84,6 +84,11 @@ pub struct Placement {
     /// Geometry per part, in the order of the [`CacheShape`].
     #[n(3)]
     pub parts: Vec<PartLayout>,
+    /// Pages that a rank may keep in host memory besides its pool, of a side with a host-tier cache. Nobody has built
+    /// hand-offs for one: it is there so that a side that has one can say so, and is refused by name.
+    #[n(4)]
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub host_pages: Option<u32>,
 }
 
 /// Why a placement (or the shape that it is to hold) makes no sense.
@@ -116,7 +121,7 @@ impl Placement {
                 dtype,
             })
             .collect();
-        Self { stages: [layers].into(), cp: 1, tp: 1, parts }
+        Self { stages: [layers].into(), cp: 1, tp: 1, parts, host_pages: None }
     }
 
     /// Number of ranks: stages x cp x tp (0 when that overflows, which [`Placement::check`] refuses).

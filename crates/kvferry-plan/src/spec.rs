@@ -229,6 +229,7 @@ impl LayoutSpec {
             cp: self.cp,
             tp: self.tp,
             parts: shape.parts.iter().map(|p| self.part(p, tokens, dtype)).collect(),
+            host_pages: None,
         };
         placement.check(shape).map_err(|e| SpecError(e.to_string()))?;
         Ok(placement)

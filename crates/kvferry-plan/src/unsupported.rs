@@ -15,6 +15,8 @@ pub enum Axis {
     Coverage,
     /// The target splits the prompt over context-parallel ranks, which nobody has built for decode.
     ContextParallel,
+    /// A side keeps pages in host memory, which nobody has built hand-offs for.
+    HostTier,
     /// The element types differ.
     Dtype,
     /// A page table is too short or names pages that do not fit.
@@ -31,6 +33,7 @@ impl fmt::Display for Axis {
             Self::Placement => "placement",
             Self::Coverage => "coverage",
             Self::ContextParallel => "context parallel",
+            Self::HostTier => "host tier",
             Self::Dtype => "dtype",
             Self::PageTable => "page table",
             Self::Rank => "rank",
@@ -54,7 +57,9 @@ impl Unsupported {
     #[must_use]
     pub fn blame(&self) -> Blame {
         match self.axis {
-            Axis::Placement | Axis::Coverage | Axis::ContextParallel | Axis::Dtype => Blame::PeerIncompatible,
+            Axis::Placement | Axis::Coverage | Axis::ContextParallel | Axis::HostTier | Axis::Dtype => {
+                Blame::PeerIncompatible
+            }
             Axis::PageTable | Axis::Rank | Axis::Size => Blame::Caller,
         }
     }

@@ -19,6 +19,7 @@ fn descriptor() -> Descriptor {
             layout(Part::Key, TokenMap::Interleaved { ranks: 2, interleave: 1 }, 64),
             layout(Part::Value, TokenMap::Dense, 128),
         ],
+        host_pages: None,
     };
     Descriptor { protocol: 1, model: "5d1b0c".into(), shape, placement }
 }
@@ -141,6 +142,7 @@ prop_compose! {
         stages in prop::collection::vec(layers(), 0..4),
         (cp, tp) in any::<(u32, u32)>(),
         parts in prop::collection::vec(part_layout(), 0..3),
+        host_pages in any::<Option<u32>>(),
     ) -> Descriptor {
         let parts_of = shapes.into_iter().zip([Part::Latent, Part::Key, Part::Value]);
         let shape = CacheShape {
@@ -148,7 +150,7 @@ prop_compose! {
                 .map(|((layers, heads, head_elems, state), part)| PartShape { part, layers, heads, head_elems, state })
                 .collect(),
         };
-        Descriptor { protocol, model, shape, placement: Placement { stages, cp, tp, parts } }
+        Descriptor { protocol, model, shape, placement: Placement { stages, cp, tp, parts, host_pages } }
     }
 }
 

@@ -46,6 +46,7 @@ fn placements(
                         None => layout(p.part, map, page),
                     })
                     .collect(),
+                host_pages: None,
             }
         }));
     }

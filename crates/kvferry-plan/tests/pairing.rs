@@ -99,6 +99,19 @@ fn sides_that_do_not_fit_name_the_axis() {
     assert_eq!(refusal.to_string(), "unsupported context parallel: the target has cp 2; 1 is supported");
     assert!(Pair::new(shape.clone(), with(|p| p.cp = 2), single.clone()).is_ok());
 
+    let tiered = with(|p| p.host_pages = Some(64));
+    for (side, refusal) in
+        [("source", refuse(tiered.clone(), single.clone())), ("target", refuse(single.clone(), tiered))]
+    {
+        assert_eq!(
+            refusal.to_string(),
+            format!(
+                "unsupported host tier: the {side} keeps 64 pages in host memory; start it without a host-tier cache"
+            )
+        );
+        assert_eq!(refusal.blame(), Blame::PeerIncompatible);
+    }
+
     // Pages dealt over TP ranks that hold different heads: page 1 has no rank with head 0.
     let holes = with(|p| {
         p.tp = 2;
@@ -236,8 +249,14 @@ fn descriptors_that_differ_name_the_first_field() {
         assert_eq!(mismatch.blame(), Blame::PeerIncompatible);
         mismatch.to_string()
     };
-    assert_eq!(differs(|d| d.protocol = 2), "`protocol` differs: here 1, at the peer 2");
-    assert_eq!(differs(|d| d.model = "abd".into()), "`model` differs: here abc, at the peer abd");
+    assert_eq!(
+        differs(|d| d.protocol = 2),
+        "`protocol` differs: here 1, at the peer 2; run the same version on both sides"
+    );
+    assert_eq!(
+        differs(|d| d.model = "abd".into()),
+        "`model` differs: here abc, at the peer abd; give both the same weights, attention form and arithmetic"
+    );
     assert_eq!(differs(|d| d.shape.parts[1].heads = 8), "`value.heads` differs: here 4, at the peer 8");
     assert_eq!(
         differs(|d| d.shape.parts[0].head_elems = 128),
@@ -245,9 +264,12 @@ fn descriptors_that_differ_name_the_first_field() {
     );
     assert_eq!(
         differs(|d| d.placement.parts[0].dtype = Dtype::F32),
-        "`key.dtype` differs: here bf16, at the peer f32"
+        "`key.dtype` differs: here bf16, at the peer f32; give both the same element type"
     );
-    assert_eq!(differs(|d| d.shape.parts.truncate(1)), "`parts` differs: here key+value, at the peer key");
+    assert_eq!(
+        differs(|d| d.shape.parts.truncate(1)),
+        "`parts` differs: here key+value, at the peer key; give both the same model and attention form"
+    );
     assert_eq!(
         differs(|d| d.shape.parts[0].layers = [0, 1, 3, 7, 8, 9].map(LayerId).into()),
         "`key.layers` differs: here 4 layers 0-3, at the peer 6 layers 0-1,3,7-9"

@@ -77,7 +77,7 @@ fn placement(shape: CacheShape, cps: std::ops::Range<u32>) -> impl Strategy<Valu
                     .boxed()
             })
             .collect();
-        parts.prop_map(move |parts| Placement { stages: stages.clone(), cp, tp, parts })
+        parts.prop_map(move |parts| Placement { stages: stages.clone(), cp, tp, parts, host_pages: None })
     })
 }
 

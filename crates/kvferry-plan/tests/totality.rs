@@ -67,7 +67,7 @@ fn wild_placement(shape: &CacheShape) -> BoxedStrategy<Placement> {
     let wild = (stages, small(u32::MAX), small(u32::MAX), wild_map(), small(u32::MAX));
     let placement = wild.prop_map(move |(stages, tp, cp, tokens, page_size)| {
         let layout = |part: &Part| PartLayout { part: *part, tokens, page_size, dtype: Dtype::Bf16 };
-        Placement { stages, cp, tp, parts: names.iter().map(layout).collect() }
+        Placement { stages, cp, tp, parts: names.iter().map(layout).collect(), host_pages: None }
     });
     placement.boxed()
 }

@@ -7,8 +7,8 @@ use alloc::{
     vec::Vec,
 };
 use kvferry_plan::{
-    Descriptor, Incarnation, InstanceId, Mismatch, Pair, PartLayout, Placement, PoolLayout, RankId, TokenMap,
-    TokenRange,
+    Axis, Descriptor, Incarnation, InstanceId, Mismatch, Pair, PartLayout, Placement, PoolLayout, RankId,
+    TokenMap, TokenRange,
 };
 
 use crate::{Capabilities, Endpoint, Hello, Message, Refuse, Side};
@@ -156,15 +156,14 @@ impl Pairing {
 
         let shape = ours.descriptor.shape.clone();
         let (mine, theirs) = (ours.descriptor.placement.clone(), peer.descriptor.placement.clone());
-        let described = (format!("{mine:?}"), format!("{theirs:?}"));
         let (src, dst) = match self.side {
-            Side::Source => (mine, theirs),
-            Side::Target => (theirs, mine),
+            Side::Source => (&mine, &theirs),
+            Side::Target => (&theirs, &mine),
         };
-        let pair = Pair::new(shape, src, dst).map_err(|unsupported| Mismatch {
+        let pair = Pair::new(shape, src.clone(), dst.clone()).map_err(|unsupported| Mismatch {
             field: unsupported.axis.to_string(),
-            ours: described.0,
-            theirs: format!("{} ({})", described.1, unsupported.reason),
+            ours: describe(unsupported.axis, &mine),
+            theirs: format!("{} ({})", describe(unsupported.axis, &theirs), unsupported.reason),
         })?;
         self.check_pool(&pair, peer.pages)?;
         check_hosts(&peer)?;
@@ -227,6 +226,18 @@ impl Pairing {
             })?;
         }
         Ok(())
+    }
+}
+
+/// What a placement has on an axis.
+fn describe(axis: Axis, placement: &Placement) -> String {
+    match axis {
+        Axis::ContextParallel => format!("cp {}", placement.cp),
+        Axis::HostTier => match placement.host_pages {
+            Some(pages) => format!("{pages} pages in host memory"),
+            None => "none".into(),
+        },
+        _ => format!("{} stages x cp {} x tp {}", placement.stages.len(), placement.cp, placement.tp),
     }
 }
 

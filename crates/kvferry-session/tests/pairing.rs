@@ -66,6 +66,8 @@ fn every_field_that_does_not_fit_is_named() {
         ("placement", Box::new(|h| h.descriptor.placement.tp = 0)),
         ("placement", Box::new(|h| h.descriptor.placement.parts[0].page_size = 0)),
         ("placement", Box::new(|h| h.descriptor.placement.cp = u32::MAX)),
+        ("context parallel", Box::new(|h| h.descriptor.placement.cp = 2)),
+        ("host tier", Box::new(|h| h.descriptor.placement.host_pages = Some(64))),
         (
             "placement",
             Box::new(|h| {
@@ -103,6 +105,20 @@ fn every_field_that_does_not_fit_is_named() {
         let ours = error.mismatch().unwrap();
         assert_eq!((&theirs.field, &theirs.ours, &theirs.theirs), (&ours.field, &ours.theirs, &ours.ours));
     }
+}
+
+#[test]
+fn what_is_not_built_is_named_with_what_to_change() {
+    let text = |change: fn(&mut Hello)| answer(change).unwrap_err().to_string();
+    assert_eq!(
+        text(|h| h.descriptor.placement.cp = 2),
+        "refused the peer: `context parallel` differs: here cp 1, at the peer cp 2 (the target has cp 2; 1 is supported)"
+    );
+    assert_eq!(
+        text(|h| h.descriptor.placement.host_pages = Some(64)),
+        "refused the peer: `host tier` differs: here none, at the peer 64 pages in host memory (the target keeps 64 \
+         pages in host memory; start it without a host-tier cache)"
+    );
 }
 
 #[test]

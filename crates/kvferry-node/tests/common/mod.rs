@@ -29,6 +29,8 @@ pub struct Recipe {
     /// The ranks that live in this process.
     pub hosts: Option<Vec<RankId>>,
     pub kv: Dtype,
+    /// Pages in host memory, which no engine here has.
+    pub host_pages: Option<u32>,
     pub model: &'static str,
     pub transports: Vec<TransportKind>,
     pub pages: u32,
@@ -45,6 +47,7 @@ impl Recipe {
             spec,
             hosts: None,
             kv: Dtype::Bf16,
+            host_pages: None,
             model: "model",
             transports: vec![transport],
             pages: 64,
@@ -70,7 +73,8 @@ fn ranks(recipe: &Recipe, placement: &Placement) -> Vec<RankId> {
 
 pub fn config(recipe: &Recipe) -> NodeConfig {
     let shape = recipe.shape.clone();
-    let placement = recipe.spec.parse::<LayoutSpec>().unwrap().placement(&shape, recipe.kv).unwrap();
+    let mut placement = recipe.spec.parse::<LayoutSpec>().unwrap().placement(&shape, recipe.kv).unwrap();
+    placement.host_pages = recipe.host_pages;
     let arenas = ranks(recipe, &placement)
         .into_iter()
         .map(|rank| {

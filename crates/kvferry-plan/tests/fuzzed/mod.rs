@@ -107,7 +107,7 @@ impl Reader<'_> {
             PartLayout { part: part.part, tokens, page_size, dtype: Dtype::Bf16 }
         };
         let parts = shape.parts.iter().map(&mut layout).collect();
-        Placement { stages, cp, tp, parts }
+        Placement { stages, cp, tp, parts, host_pages: None }
     }
 
     fn tokens(&mut self, tp: u32, cp: u32, latent: bool) -> TokenMap {

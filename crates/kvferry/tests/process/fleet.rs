@@ -49,7 +49,12 @@ impl Fleet {
 
     /// Starts an instance with the built-in model, and waits until whoever asks finds it.
     pub(crate) fn peer(&self, role: &str, name: &str, more: &[&str]) -> Peer {
-        let base = ["--role", role, "--instance", name, "--model", "embedded:llama_tiny", "--registry"];
+        self.peer_of("embedded:llama_tiny", role, name, more)
+    }
+
+    /// The same with another model.
+    pub(crate) fn peer_of(&self, model: &str, role: &str, name: &str, more: &[&str]) -> Peer {
+        let base = ["--role", role, "--instance", name, "--model", model, "--registry"];
         let args = base.into_iter().chain([self.registry.url.as_str()]).chain(more.iter().copied());
         let args = args.map(str::to_owned).collect();
         Peer::start(self.runtime.handle().clone(), args)

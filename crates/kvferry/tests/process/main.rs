@@ -14,3 +14,5 @@ mod garbage;
 mod pairs;
 mod phases;
 mod refusals;
+mod stranger;
+mod unsupported;
