@@ -148,7 +148,8 @@ fn requests_fail_at_once_on_both_sides_and_other_peers_go_on() {
 
 /// Tries what cannot be served, on each side.
 fn each_misfit(fleet: &Fleet, prefill: &Peer, decode: &Peer) {
-    let ask = |room| Ask::new(room, 60, 5);
+    // In every model's vocabulary.
+    let ask = |room| Ask { prompt: (1..=60).collect(), ..Ask::new(room, 60, 5) };
     let layout = ["--layout", "tp=2,page=16"];
     let of_binary = |role: &str| {
         let other = |name: &str, more: &[&str]| {
