@@ -1,6 +1,6 @@
 //! Kimi delta attention: a short convolution and a recurrence per head, over state that a request keeps from step to
-//! step in a slot of every rank. The tokens of a piece are taken one by one, so that bits do not depend on where a
-//! prompt is cut.
+//! step in a slot of every rank. What the tokens of a piece are taken into has the bits of one token after the other, so
+//! nothing depends on where a prompt is cut.
 
 use std::ops::Range;
 
@@ -10,7 +10,7 @@ use super::rank::Rank;
 use crate::{
     EngineError,
     checkpoint::KdaConfig,
-    math::{self, DeltaToken, Matrix, Partial, rms_norm, sigmoid},
+    math::{self, DeltaTokens, Matrix, Partial, rms_norm, sigmoid},
     ranks::RankError,
     weights::KdaWeights,
 };
@@ -127,18 +127,22 @@ impl Rank<'_> {
         let [q, k, v] = &mut convolved;
         q.chunks_exact_mut(dim).for_each(|q| math::set_length(q, 1.0 / (dim as f32).sqrt()));
         k.chunks_exact_mut(dim).for_each(|k| math::set_length(k, 1.0));
+        if span.is_empty() {
+            return Ok(());
+        }
         for (head, state) in state.chunks_exact_mut(dim * dim).enumerate() {
-            for (t, row) in span.clone().enumerate() {
-                let at = t * width + head * dim..t * width + (head + 1) * dim;
-                let token = DeltaToken {
-                    decay: &inputs.decay[row * width + head * dim..][..dim],
-                    q: &q[at.clone()],
-                    k: &k[at.clone()],
-                    v: &v[at.clone()],
-                    beta: inputs.beta[row * heads + head],
-                };
-                math::delta(state, &token, &mut out[at]);
-            }
+            let at = head * dim;
+            let tokens = DeltaTokens {
+                count: span.len(),
+                heads,
+                dim,
+                decay: &inputs.decay[span.start * width + at..],
+                q: &q[at..],
+                k: &k[at..],
+                v: &v[at..],
+                beta: &inputs.beta[span.start * heads + head..],
+            };
+            math::delta(state, &tokens, &mut out[at..]);
         }
         self.pool.write_state((layer, Part::Conv), slot, &window)?;
         self.pool.write_state((layer, Part::Recurrent), slot, &state)

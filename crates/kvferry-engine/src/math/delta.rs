@@ -1,4 +1,4 @@
-//! Kimi delta attention, token by token: convolution, decay, the state's recurrence and the gated output. Every
+//! Kimi delta attention: convolution, decay, the state's recurrence and the gated output. Every
 //! function takes the elements of one head or one row in a fixed order, so results depend neither on how heads are
 //! dealt to ranks nor on where a prompt is cut.
 //!
@@ -53,38 +53,62 @@ pub(crate) fn exp_once(x: f32) -> f32 {
     elementary::exp(f64::from(x.clamp(-150.0, 150.0))) as f32
 }
 
-/// One token of one head.
+/// Consecutive tokens of one head. The vectors of `heads` heads lie side by side in a token's row, and the slices begin
+/// with this head's vector of the first token: a head's next vector is `heads * dim` further, its next beta `heads`.
 #[derive(Clone, Copy, Debug)]
-pub struct DeltaToken<'a> {
-    /// What is left of each key channel's row of the state, `[d]`.
+pub struct DeltaTokens<'a> {
+    /// Tokens.
+    pub count: usize,
+    /// Heads in a row.
+    pub heads: usize,
+    /// Elements of a head's vector, `d`.
+    pub dim: usize,
+    /// What is left of each key channel's row of the state.
     pub decay: &'a [f32],
-    /// Query, `[d]`.
+    /// Queries.
     pub q: &'a [f32],
-    /// Key, `[d]`.
+    /// Keys.
     pub k: &'a [f32],
-    /// Value, `[d]`.
+    /// Values.
     pub v: &'a [f32],
-    /// How much of the token is taken in.
-    pub beta: f32,
+    /// How much of each token is taken in.
+    pub beta: &'a [f32],
 }
 
-/// Takes a token into a head's `state[d][d]` and writes what its query reads afterwards to `out[d]`.
+impl DeltaTokens<'_> {
+    /// Floats from a token's vector to the next token's.
+    pub(super) fn stride(&self) -> usize {
+        self.heads * self.dim
+    }
+}
+
+/// Takes tokens into a head's `state[d][d]` and writes what each one's query reads afterwards to `out`, which has rows
+/// like the vectors'. The bits are those of one token after the other, in as many calls as one likes.
 ///
 /// ```
-/// use kvferry_engine::math::{DeltaToken, delta};
-/// let (mut state, mut out) = ([0.0; 4], [0.0; 2]);
-/// let token = DeltaToken { decay: &[1.0, 1.0], q: &[0.0, 1.0], k: &[0.0, 1.0], v: &[5.0, 7.0], beta: 1.0 };
-/// delta(&mut state, &token, &mut out);
-/// assert_eq!((state, out), ([0.0, 0.0, 5.0, 7.0], [5.0, 7.0]));
+/// use kvferry_engine::math::{DeltaTokens, delta};
+/// let (mut state, mut out) = ([0.0; 4], [0.0; 4]);
+/// let tokens = DeltaTokens {
+///     count: 2,
+///     heads: 1,
+///     dim: 2,
+///     decay: &[1.0; 4],
+///     q: &[0.0, 1.0, 0.0, 2.0],
+///     k: &[0.0, 1.0, 0.0, 1.0],
+///     v: &[5.0, 7.0, 5.0, 7.0],
+///     beta: &[1.0, 1.0],
+/// };
+/// delta(&mut state, &tokens, &mut out);
 /// // What the key has already is not taken in again.
-/// delta(&mut state, &token, &mut out);
-/// assert_eq!(state, [0.0, 0.0, 5.0, 7.0]);
+/// assert_eq!((state, out), ([0.0, 0.0, 5.0, 7.0], [5.0, 7.0, 10.0, 14.0]));
 /// ```
-pub fn delta(state: &mut [f32], token: &DeltaToken<'_>, out: &mut [f32]) {
-    let d = out.len();
-    let lengths = [token.decay.len(), token.q.len(), token.k.len(), token.v.len()];
-    assert!(state.len() == d * d && lengths == [d; 4], "state is [d][d], the rest is [d]");
-    (Kernels::best().delta)(state, token, out);
+pub fn delta(state: &mut [f32], tokens: &DeltaTokens<'_>, out: &mut [f32]) {
+    let Some(before) = tokens.count.checked_sub(1) else { return };
+    let (d, end) = (tokens.dim, before * tokens.stride() + tokens.dim);
+    let lengths = [tokens.decay.len(), tokens.q.len(), tokens.k.len(), tokens.v.len(), out.len()];
+    assert!(state.len() == d * d && lengths.iter().all(|len| *len >= end), "state is [d][d], the rest rows");
+    assert!(d == 0 || tokens.beta.len() > before * tokens.heads, "a beta per token");
+    (Kernels::best().delta)(state, tokens, out);
 }
 
 /// `x · sigmoid(gate)`.

@@ -34,7 +34,7 @@ mod simd;
 pub use attention::{AttentionSums, KeyPanels, Scores, ValueRows, query_block};
 pub use bf16::{narrow_bf16, widen_bf16};
 pub(crate) use delta::exp_once;
-pub use delta::{DeltaToken, convolve, decay, delta, gate, set_length, sigmoid};
+pub use delta::{DeltaTokens, convolve, decay, delta, gate, set_length, sigmoid};
 pub use elementwise::{add_assign, exp, rms_norm, scale, silu_mul};
 pub use fp8::{narrow_fp8, widen_fp8};
 pub use grid::Overflow;

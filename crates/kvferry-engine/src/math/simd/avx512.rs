@@ -11,7 +11,7 @@ use std::arch::x86_64::{
     _mm512_unpackhi_ps, _mm512_unpacklo_ps,
 };
 
-use super::super::delta::DeltaToken;
+use super::super::delta::DeltaTokens;
 use super::super::grid::MAGIC;
 use super::{Kernels, scalar, x86};
 

@@ -19,7 +19,7 @@ mod x86;
 
 use std::sync::OnceLock;
 
-use super::delta::DeltaToken;
+use super::delta::DeltaTokens;
 
 /// Values in the largest tile: 12 rows of 2 panels, or 6 rows of 4.
 pub(super) const TILE: usize = 12 * 2 * 16;
@@ -66,8 +66,8 @@ pub(super) struct Kernels {
     pub(super) set_length: fn(x: &mut [f32], eps: f32, length: f32),
     /// What is left of a state.
     pub(super) decay: fn(x: &[f32], bias: &[f32], rate: f32, out: &mut [f32]),
-    /// One token of a head's recurrence.
-    pub(super) delta: for<'a> fn(state: &mut [f32], token: &DeltaToken<'a>, out: &mut [f32]),
+    /// A head's recurrence over consecutive tokens.
+    pub(super) delta: for<'a> fn(state: &mut [f32], tokens: &DeltaTokens<'a>, out: &mut [f32]),
     /// Times the sigmoid of a gate.
     pub(super) gate: fn(x: &mut [f32], gate: &[f32]),
     /// 16 rows of `k` values, `stride` apart, to one panel `[k][16]`.

@@ -172,21 +172,12 @@ fn transpose() {
 
 #[test]
 fn linear_attention() {
-    use super::super::delta::DeltaToken;
     let (sets, scalar) = sets();
     for set in sets {
         for d in [1, 7, 16, 32, 45, 128] {
             let what = format!("{} {d} elements", set.name);
-            let [q, k, v, left] = [1, 2, 3, 4].map(|seed| numbers(d, seed));
-            let token = DeltaToken { decay: &left, q: &q, k: &k, v: &v, beta: 0.7 };
-            let (mut a, mut b) = (numbers(d * d, 5), numbers(d * d, 5));
+            let q = numbers(d, 1);
             let (mut x, mut y) = (vec![0.0; d], vec![0.0; d]);
-            for _ in 0..3 {
-                (scalar.delta)(&mut a, &token, &mut x);
-                (set.delta)(&mut b, &token, &mut y);
-            }
-            assert_eq!((bits(&a), bits(&x)), (bits(&b), bits(&y)), "{what}");
-
             let window: Vec<f32> = [odd_numbers(d, 30.0), numbers(d, 6), numbers(d, 7)].concat();
             let taps = numbers(3 * d, 8);
             (scalar.convolve)(&window, &taps, &mut x);
@@ -223,5 +214,40 @@ fn what_is_left_of_a_state() {
         // An error in the exponent counts as many times as the exponent is large.
         let tolerance = 1e-6 * (1.0 - expected.max(1e-38).ln()) * expected + 1e-37;
         assert!((f64::from(out) - expected).abs() < tolerance, "{x}: {out}, not {expected}");
+    }
+}
+
+/// A run of tokens has the bits of the tokens one by one, in every set, and touches only its own head's places.
+#[test]
+fn delta() {
+    use super::super::delta::DeltaTokens;
+    let (mut sets, scalar) = sets();
+    sets.push(scalar);
+    for (d, heads) in [(1, 1), (7, 2), (16, 3), (32, 1), (45, 2), (128, 2), (160, 1)] {
+        for count in [1, 3, 4, 9] {
+            let (row, head) = (heads * d, heads - 1);
+            let [decay, q, k, v, beta] = [4, 1, 2, 3, 5].map(|seed| numbers(count * row, seed));
+            let from = |token: usize, count| DeltaTokens {
+                count,
+                heads,
+                dim: d,
+                decay: &decay[token * row + head * d..],
+                q: &q[token * row + head * d..],
+                k: &k[token * row + head * d..],
+                v: &v[token * row + head * d..],
+                beta: &beta[token * heads + head..],
+            };
+            let (mut state, mut out) = (numbers(d * d, 6), vec![9.0; count * row]);
+            for token in 0..count {
+                (scalar.delta)(&mut state, &from(token, 1), &mut out[token * row + head * d..]);
+            }
+            let others = out.chunks_exact(row).flat_map(|row| &row[..head * d]);
+            assert!(others.clone().all(|x| *x == 9.0), "{d} elements, {count} tokens: another head");
+            for set in &sets {
+                let (mut a, mut b) = (numbers(d * d, 6), vec![9.0; count * row]);
+                (set.delta)(&mut a, &from(0, count), &mut b[head * d..]);
+                assert_eq!((bits(&a), bits(&b)), (bits(&state), bits(&out)), "{} {d} {count}", set.name);
+            }
+        }
     }
 }

@@ -55,7 +55,7 @@ macro_rules! kernels {
             convolve(window: &[f32], taps: &[f32], out: &mut [f32]) -> ();
             set_length(x: &mut [f32], eps: f32, length: f32) -> ();
             decay(x: &[f32], bias: &[f32], rate: f32, out: &mut [f32]) -> ();
-            delta(state: &mut [f32], token: &DeltaToken<'_>, out: &mut [f32]) -> ();
+            delta(state: &mut [f32], tokens: &DeltaTokens<'_>, out: &mut [f32]) -> ();
             gate(x: &mut [f32], by: &[f32]) -> ();
         }
 
