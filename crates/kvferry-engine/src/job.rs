@@ -1,10 +1,12 @@
 //! One request in the scheduler.
 
+use std::sync::Arc;
+
 use kvferry_plan::{Hold, Need, RoomKey, TokenRange};
 
 use crate::{
     Event, FirstToken, Request, RoomLease, Sampling, StopReason, limits::Place, mailbox::Sender,
-    pages::Lease, request::Sink, scheduler::Reply,
+    pages::Lease, request::Sink, rows::PromptState, scheduler::Reply,
 };
 
 /// What a request is here for.
@@ -59,6 +61,9 @@ pub(crate) struct Job {
     pub(crate) generated: Vec<u32>,
     pub(crate) sink: Option<Sink>,
     pub(crate) granted: Option<Reply<RoomLease>>,
+    /// Whether its state after the prompt is to be kept, and then the copy.
+    pub(crate) keep: bool,
+    pub(crate) kept: Option<Arc<PromptState>>,
 }
 
 impl Job {
@@ -82,6 +87,8 @@ impl Job {
             generated: Vec::new(),
             sink: None,
             granted: None,
+            keep: request.hold.is_some(),
+            kept: None,
         }
     }
 

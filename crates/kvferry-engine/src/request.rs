@@ -49,7 +49,9 @@ pub struct Request {
     /// How many of the most probable tokens are told with each generated one, at most
     /// [`Request::TOP_LOGPROBS`].
     pub top_logprobs: u32,
-    /// Keep the pages of a finished [`crate::Engine::generate`] under this key until it is released.
+    /// Keep the pages of a finished [`crate::Engine::generate`] under this key until it is released. What is told to be
+    /// held, here or by [`crate::Engine::reserve`], also keeps a copy of its state as it was after the prompt, for
+    /// [`crate::Engine::rows`]: in the slot it goes on with the answer.
     pub hold: Option<RoomKey>,
 }
 

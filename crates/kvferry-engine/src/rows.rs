@@ -1,7 +1,7 @@
 //! A request's cache in coordinates: what comparisons, debug pages and reference copies read. Point queries only,
 //! no plan.
 
-use std::{ops::Range, sync::Arc};
+use std::{collections::HashMap, ops::Range, sync::Arc};
 
 use kvferry_arena::{Arena, Memory};
 use kvferry_plan::{
@@ -27,7 +27,8 @@ pub struct Coordinate {
 }
 
 /// The cache of one request's prompt in one engine, as long as the request is not released. Its state is that after the
-/// last token that was computed, which may be one of the answer.
+/// prompt if the request was told to be held ([`crate::Request::hold`]); else that after the last token that was computed,
+/// which may be one of the answer.
 #[derive(Clone, Debug)]
 pub struct Rows {
     key: RoomKey,
@@ -41,7 +42,13 @@ pub struct Rows {
     prompt: u64,
     /// Tokens that the state has taken in.
     filled: u64,
+    /// In the place of what lies in the slot now.
+    kept: Option<Arc<PromptState>>,
 }
+
+/// A copy of a request's state as it was after its prompt, by rank.
+#[derive(Debug)]
+pub(crate) struct PromptState(HashMap<(RankId, Coordinate), Vec<u8>>);
 
 /// What a [`RankRows`] holds of one part.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
@@ -103,7 +110,26 @@ impl Rows {
             slot: slot.transpose()?,
             prompt,
             filled,
+            kept: None,
         })
+    }
+
+    /// The same with the state that was kept.
+    pub(crate) fn with_state(self, kept: Arc<PromptState>) -> Self {
+        Self { kept: Some(kept), filled: self.prompt, ..self }
+    }
+
+    /// Copies the state as it is now.
+    pub(crate) fn copy_state(&self) -> Result<PromptState, EngineError> {
+        let mut copy = HashMap::new();
+        for at in self.coordinates().filter(|at| at.part.is_state()) {
+            for rank in self.ranks() {
+                if let Some(bytes) = self.bytes_on(rank, at)? {
+                    copy.insert((rank, at), bytes);
+                }
+            }
+        }
+        Ok(PromptState(copy))
     }
 
     /// Tokens of the prompt.
@@ -142,6 +168,9 @@ impl Rows {
     /// [`EngineError::UnknownRoom`] when the request was released.
     pub fn bytes_on(&self, rank: RankId, at: Coordinate) -> Result<Option<Vec<u8>>, EngineError> {
         let Some((offset, len)) = self.locate(rank, at) else { return Ok(None) };
+        if let Some(PromptState(kept)) = self.kept.as_deref().filter(|_| at.part.is_state()) {
+            return Ok(kept.get(&(rank, at)).cloned());
+        }
         let mut bytes = vec![0; len];
         self.arena(rank)?.read(offset, &mut bytes)?;
         self.alive()?;

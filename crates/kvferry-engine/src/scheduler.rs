@@ -214,8 +214,9 @@ impl Scheduler {
             let reason = "it does not wait for a prompt's cache".into();
             return Err(EngineError::RoomState { key, reason });
         }
-        job.sink = Some(sink.clone());
         job.filled = job.prompt_tokens;
+        Self::keep_state(&self.forward, job)?;
+        job.sink = Some(sink.clone());
         job.state = State::Decoding;
         if let Some(reason) = job.push(first, self.forward.eos()) {
             self.finish(id, reason);
@@ -229,7 +230,21 @@ impl Scheduler {
         let Some(lease) = &job.lease else {
             return Err(EngineError::RoomState { key, reason: "it waits for pages".into() });
         };
-        self.forward.rows(key, lease, job.prompt_tokens, job.filled)
+        let rows = self.forward.rows(key, lease, job.prompt_tokens, job.filled)?;
+        Ok(match &job.kept {
+            Some(kept) => rows.with_state(Arc::clone(kept)),
+            None => rows,
+        })
+    }
+
+    /// Copies the state of a request that is to be held, which has its whole prompt and goes on from there.
+    fn keep_state(forward: &Forward, job: &mut Job) -> Result<(), EngineError> {
+        let (Some(key), Some(lease), true) = (job.key, &job.lease, job.keep) else { return Ok(()) };
+        if lease.slot().is_some() {
+            let rows = forward.rows(key, lease, job.prompt_tokens, job.filled)?;
+            job.kept = Some(Arc::new(rows.copy_state()?));
+        }
+        Ok(())
     }
 
     /// Nobody wants the results of these any more.
@@ -362,6 +377,10 @@ impl Scheduler {
         if job.state == State::Prefilling {
             // Others need not wait for the end of the answer.
             Self::share(&mut self.pages, job);
+            if let Err(error) = Self::keep_state(&self.forward, job) {
+                self.fail(id, &error);
+                return;
+            }
         }
         if let Some(key) = prefill {
             job.state = State::Finished;

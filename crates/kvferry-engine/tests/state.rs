@@ -7,8 +7,8 @@
 use std::sync::{Arc, Mutex, mpsc};
 
 use kvferry_engine::{
-    Engine, EngineConfig, EngineError, Event, FirstToken, HandOff, LoadOptions, Model, NoHandOff, Request,
-    checkpoint::Embedded, math::Arith,
+    Engine, EngineConfig, EngineError, Event, Events, FirstToken, HandOff, LoadOptions, Model, NoHandOff,
+    Request, checkpoint::Embedded, math::Arith,
 };
 use kvferry_plan::{Attempt, Dtype, RoomId, RoomKey, TokenRange};
 
@@ -152,15 +152,39 @@ fn a_request_continues_elsewhere_from_its_rows_and_its_state() {
     }
 }
 
-/// Rows of the prompt stay what they are while an answer grows; the state does not.
+/// Rows of the prompt stay what they are while an answer grows; the state does not. A copy is kept of a request that is
+/// held, and of no other.
 #[test]
 fn a_state_that_has_gone_on_is_not_taken_for_that_of_the_prompt() {
-    let engine = start("tp=1");
+    let (whole, other, third) = (start("tp=1"), start("tp=2"), start("tp=4"));
     let (request, _) = text_needle();
     let held = Request { hold: Some(key(1)), ..request.clone() };
-    answer(engine.generate(held).unwrap());
-    let other = start("tp=2");
-    let reserved = other.reserve(key(1), request).unwrap().wait().unwrap();
-    let error = other.adopt(&reserved, &engine.rows(key(1)).unwrap().wait().unwrap()).unwrap_err();
-    assert!(error.to_string().contains("not after the prompt"), "{error}");
+    let (mut events, mut first) = (whole.generate(held.clone()).unwrap(), None);
+    while let Some(event) = events.recv() {
+        if let Event::Token { id, logprob, .. } = event {
+            first.get_or_insert(FirstToken { id, logprob, top: Vec::new() });
+        }
+    }
+    let said = |events: Events| {
+        let (text, logprobs, _) = answer(events);
+        (text, logprobs)
+    };
+    let right = said(whole.generate(request.clone()).unwrap());
+    let rows = || whole.rows(key(1)).unwrap().wait().unwrap();
+    for keeps in [true, false] {
+        let asked = if keeps { held.clone() } else { request.clone() };
+        let reserved = other.reserve(key(1), asked).unwrap().wait().unwrap();
+        other.adopt(&reserved, &rows()).unwrap();
+        assert_eq!(said(other.decode(&reserved, first.clone().unwrap()).unwrap()), right);
+
+        let next = third.reserve(key(1), request.clone()).unwrap().wait().unwrap();
+        let adopted = third.adopt(&next, &other.rows(key(1)).unwrap().wait().unwrap());
+        if keeps {
+            adopted.unwrap();
+            assert_eq!(said(third.decode(&next, first.clone().unwrap()).unwrap()), right);
+        } else {
+            let error = adopted.unwrap_err();
+            assert!(error.to_string().contains("not after the prompt"), "{error}");
+        }
+    }
 }

@@ -44,9 +44,13 @@ async fn inject(fault: Inject, digest: bool, transport: TransportKind, layout: &
 async fn every_fault_is_found_and_passes_without_digests() {
     for fault in Inject::ALL {
         for transport in EVERY {
-            // A fault of state needs some.
-            let layouts =
-                if fault == Inject::SwapState { &["hybrid"][..] } else { &["gqa", "mla", "hybrid"] };
+            let layouts = match fault {
+                // A fault of state needs some.
+                Inject::SwapState => &["hybrid"][..],
+                // The GQA layout has one target rank.
+                Inject::MisrouteRow => &["mla", "hybrid"],
+                _ => &["gqa", "mla", "hybrid"],
+            };
             for layout in layouts {
                 inject(fault, true, transport, layout).await;
                 inject(fault, false, transport, layout).await;

@@ -60,7 +60,8 @@ pub(crate) async fn handle(
         sampling: asked.sampling.into(),
         ignore_eos: asked.ignore_eos,
         top_logprobs: asked.top_logprobs,
-        hold: None,
+        // Then its state after the prompt is kept too.
+        hold: asked.hold.then_some(asked.key),
     };
     // What makes no sense or can never fit is refused before the other side is even looked for.
     let granted = shared.engine.reserve(asked.key, request).map_err(|error| {

@@ -48,7 +48,8 @@ impl DumpPart {
     }
 }
 
-/// The prompt's cache of one room on one rank.
+/// The prompt's cache of one room on one rank. Per-request state of a room that is held is that which was handed over, as
+/// it arrived; else that after the last token that was computed.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct KvDump {
     /// The room.

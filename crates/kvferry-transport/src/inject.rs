@@ -30,12 +30,14 @@ pub enum Inject {
     SwapRank,
     /// As [`Self::SwapRank`], of per-request state only.
     SwapState,
+    /// One row goes to another target rank than its own: over a row of that rank, and not to where it belongs.
+    MisrouteRow,
 }
 
 impl Inject {
     /// All of them.
-    pub const ALL: [Self; 5] =
-        [Self::DropRow, Self::FlipByte, Self::SkipSend, Self::SwapRank, Self::SwapState];
+    pub const ALL: [Self; 6] =
+        [Self::DropRow, Self::FlipByte, Self::SkipSend, Self::SwapRank, Self::SwapState, Self::MisrouteRow];
 }
 
 impl fmt::Display for Inject {
@@ -46,6 +48,7 @@ impl fmt::Display for Inject {
             Self::SkipSend => "skip-send",
             Self::SwapRank => "swap-rank",
             Self::SwapState => "swap-state",
+            Self::MisrouteRow => "misroute-row",
         })
     }
 }
@@ -60,7 +63,8 @@ impl FromStr for Inject {
     /// ```
     fn from_str(text: &str) -> Result<Self, String> {
         Self::ALL.into_iter().find(|fault| fault.to_string() == text).ok_or_else(|| {
-            format!("`{text}` is not a fault; use `drop-row`, `flip-byte`, `skip-send`, `swap-rank` or `swap-state`")
+            let names = Self::ALL.map(|fault| format!("`{fault}`")).join(", ");
+            format!("`{text}` is not a fault; faults are {names}")
         })
     }
 }
@@ -151,6 +155,23 @@ impl Spot {
         }
         Ok(changed)
     }
+
+    /// Moves the first row that may be to where `other`, of another rank, has one: `other` loses its row, and here the
+    /// bytes are those from `before`.
+    fn misroute(&self, before: &[Vec<u8>], other: &Self) -> Result<bool, ArenaError> {
+        if self.part.is_state() || (self.part, self.row_bytes) != (other.part, other.row_bytes) {
+            return Ok(false);
+        }
+        for ((here, there), old) in self.rows.iter().zip(&other.rows).zip(before) {
+            let row = self.read(*here)?;
+            if row != *old && row != other.read(*there)? {
+                self.arena.write(*here, old)?;
+                other.arena.write(*there, &row)?;
+                return Ok(true);
+            }
+        }
+        Ok(false)
+    }
 }
 
 /// The fault of one room.
@@ -181,7 +202,7 @@ impl Faults {
         let mut state = lock(&self.seen);
         let Some(seen) = state.as_mut() else { return write() };
         let before = match self.inject {
-            Inject::DropRow | Inject::SkipSend => {
+            Inject::DropRow | Inject::SkipSend | Inject::MisrouteRow => {
                 spots.iter().map(Spot::snapshot).collect::<Result<Vec<_>, _>>()?
             }
             Inject::FlipByte | Inject::SwapRank | Inject::SwapState => Vec::new(),
@@ -195,7 +216,11 @@ impl Faults {
                 Inject::FlipByte => spot.flip()?,
                 Inject::SkipSend => spot.undo(old, false)?,
                 Inject::SwapState if !spot.part.is_state() => false,
-                Inject::SwapRank | Inject::SwapState => self.swap(spot, seen)?,
+                Inject::SwapRank | Inject::SwapState => self.with_another(spot, seen, Spot::exchange)?,
+                Inject::MisrouteRow if !self.several_targets => false,
+                Inject::MisrouteRow => {
+                    self.with_another(spot, seen, |spot, other| spot.misroute(old, other))?
+                }
             };
             if committed {
                 break;
@@ -208,12 +233,18 @@ impl Faults {
         Ok(())
     }
 
-    fn swap(&self, spot: &Spot, seen: &mut Vec<Spot>) -> Result<bool, ArenaError> {
+    /// Does `harm` to a place and an earlier one of another rank, if there is one that it changes.
+    fn with_another(
+        &self,
+        spot: &Spot,
+        seen: &mut Vec<Spot>,
+        harm: impl Fn(&Spot, &Spot) -> Result<bool, ArenaError>,
+    ) -> Result<bool, ArenaError> {
         let others = seen.iter().filter(|other| {
             if self.several_targets { other.target != spot.target } else { other.source != spot.source }
         });
         for other in others {
-            if spot.exchange(other)? {
+            if harm(spot, other)? {
                 return Ok(true);
             }
         }

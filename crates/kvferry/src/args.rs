@@ -433,6 +433,8 @@ pub(crate) enum InjectArg {
     SkipSend,
     /// State of two ranks is exchanged, in a model with state per request
     SwapState,
+    /// One row is written at another decode rank than its own
+    MisrouteRow,
     /// Decode ranks merge attention without each other's maximum or log-sum-exp
     BlindMerge,
     /// Decode's latent attention does not look at the rotary part of rows
@@ -448,6 +450,7 @@ impl InjectArg {
             Self::FlipByte => Some(Inject::FlipByte),
             Self::SkipSend => Some(Inject::SkipSend),
             Self::SwapState => Some(Inject::SwapState),
+            Self::MisrouteRow => Some(Inject::MisrouteRow),
             Self::BlindMerge | Self::DropRope => None,
         }
     }

@@ -6,7 +6,7 @@ mod common;
 
 use common::kvferry;
 
-/// Both cases over both transports, with all fields that docs/bench.md names.
+/// All cases over both transports, with all fields that docs/bench.md names.
 #[test]
 fn transfer() {
     let folder = tempfile::tempdir().unwrap();
@@ -23,11 +23,17 @@ fn transfer() {
     assert!(json["congestion"].is_string() && json["memory"].is_string(), "{json:#}");
     let cases = json["cases"].as_array().unwrap();
     let names: Vec<_> = cases.iter().map(|case| case["name"].as_str().unwrap()).collect();
-    assert_eq!(names, ["dcp", "heads"]);
+    assert_eq!(names, ["dcp", "heads", "kimi"]);
     for case in cases {
-        // Two layers of latent rows, or of 8 key and 8 value heads of 128 elements, two bytes each.
-        let row = if case["name"] == "dcp" { 2 * 1152 } else { 2 * 4096 };
-        assert_eq!(case["bytes"].as_u64().unwrap(), row * case["tokens"].as_u64().unwrap(), "{case:#}");
+        // Two layers of latent rows, or of 8 key and 8 value heads of 128 elements, two bytes each; or one of latent rows
+        // and three of state: a bf16 convolution of three rows and an f32 matrix a head.
+        let (row, state) = match case["name"].as_str().unwrap() {
+            "dcp" => (2 * 1152, 0),
+            "heads" => (2 * 4096, 0),
+            _ => (1152, 3 * (3 * 3 * 32 * 128 * 2 + 32 * 128 * 128 * 4)),
+        };
+        let tokens = case["tokens"].as_u64().unwrap();
+        assert_eq!(case["bytes"].as_u64().unwrap(), row * tokens + state, "{case:#}");
         assert!(case["what"].is_string() && case["chunk_tokens"].is_u64(), "{case:#}");
         assert!(case["memcpy_gb_per_s"].as_f64().unwrap() > 0.0, "{case:#}");
         let ways = case["ways"].as_array().unwrap();
@@ -48,7 +54,7 @@ fn transfer() {
     }
     let drawn = std::fs::read_to_string(&svg).unwrap();
     assert!(drawn.starts_with("<svg") && drawn.ends_with("</svg>\n"), "{drawn}");
-    assert_eq!(drawn.matches("<rect").count(), 1 + 8, "{drawn}");
+    assert_eq!(drawn.matches("<rect").count(), 1 + 12, "{drawn}");
 }
 
 #[test]

@@ -212,6 +212,18 @@ fn without_digests_the_comparison_finds_injected_faults() {
     }
 }
 
+/// It needs ranks that hold different rows.
+#[test]
+fn one_row_at_the_wrong_rank_is_found_with_and_without_digests() {
+    for transport in ["tcp", "shm"] {
+        let (kind, text) = finding("misroute-row", &MLA_DCP4, &["--transport", transport]);
+        assert!(kind == "hand_off" && text.contains("digest of part latent"), "{text}");
+        let (kind, text) = finding("misroute-row", &MLA_DCP4, &["--no-digest", "--transport", transport]);
+        // Where it was written, and where it was not.
+        assert!(kind == "cache" && text.contains(" in 2 of "), "{text}");
+    }
+}
+
 #[test]
 fn a_fault_that_changes_nothing_is_not_called_proven() {
     // From one rank to one rank there are no two ranks to exchange.

@@ -63,25 +63,52 @@ impl Fleet {
         let mut started = Vec::new();
         for Side { role, layouts } in &sides {
             for (number, layout) in layouts.iter().enumerate() {
-                let mut list: Vec<OsString> = vec!["--registry".into(), self.url.clone().into()];
-                list.extend(["--model".into(), model.argument(), "--layout".into()]);
-                list.push(layout.to_string().into());
-                list.extend(engine.to_args());
-                started.push((Child::start(role, &format!("{role}-{number}"), list)?, layout));
+                let name = format!("{role}-{number}");
+                started.push((self.begin((role, &name), layout, engine, model)?, layout));
             }
         }
-        let client = Client::new(&self.url)?;
         let mut handles = Vec::new();
         for (child, layout) in started {
-            let (child, url) = child.ready().await?;
-            let group = registered(&client, &InstanceId(child.instance().to_owned())).await?;
-            let client = InstanceClient::new(&url)?;
-            handles.push(Handle { client, group, layout: layout.clone(), pid: child.pid() });
-            self.instances.push(child);
+            handles.push(self.know(child, layout).await?);
         }
         let [first, _] = sides;
         let second = handles.split_off(first.layouts.len());
         Ok([handles, second])
+    }
+
+    /// Starts one more decode instance, with a model of its own, and waits until the registry knows it.
+    pub(super) async fn decode(
+        &mut self,
+        name: &str,
+        layout: &LayoutSpec,
+        engine: &EngineArgs,
+        model: &Located,
+    ) -> Result<Handle, Failure> {
+        let child = self.begin(("decode", name), layout, engine, model)?;
+        self.know(child, layout).await
+    }
+
+    fn begin(
+        &self,
+        (role, name): (&'static str, &str),
+        layout: &LayoutSpec,
+        engine: &EngineArgs,
+        model: &Located,
+    ) -> Result<Child, Failure> {
+        let mut list: Vec<OsString> = vec!["--registry".into(), self.url.clone().into()];
+        list.extend(["--model".into(), model.argument(), "--layout".into()]);
+        list.push(layout.to_string().into());
+        list.extend(engine.to_args());
+        Child::start(role, name, list)
+    }
+
+    /// Waits until an instance serves and the registry knows it.
+    async fn know(&mut self, child: Child, layout: &LayoutSpec) -> Result<Handle, Failure> {
+        let (child, url) = child.ready().await?;
+        let group = registered(&Client::new(&self.url)?, &InstanceId(child.instance().to_owned())).await?;
+        let (client, pid) = (InstanceClient::new(&url)?, child.pid());
+        self.instances.push(child);
+        Ok(Handle { client, group, layout: layout.clone(), pid })
     }
 
     /// Ends the processes in order.

@@ -3,10 +3,10 @@
 use std::collections::{HashMap, HashSet};
 
 use kvferry_engine::Coordinate;
-use kvferry_plan::{Dtype, RankId};
+use kvferry_plan::{Dtype, Part, RankId};
 use kvferry_server::KvDump;
 
-/// How the prompt's cache on the decode ranks compares with the reference.
+/// How the prompt's cache on the decode ranks compares with the reference: its rows, or its state.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct CacheDiff {
     /// Coordinates compared, over all ranks.
@@ -40,14 +40,25 @@ impl CacheDiff {
         self.pieces > 0 && self.far == 0 && self.missing == 0
     }
 
-    /// Compares.
-    pub(super) fn new(reference: &[KvDump], decode: &[KvDump]) -> Self {
+    /// Compares the rows of all tokens.
+    pub(super) fn rows(reference: &[KvDump], decode: &[KvDump]) -> Self {
+        Self::of(reference, decode, |part| !part.is_state())
+    }
+
+    /// Compares the state of the request as it is after the prompt; `None` in a model without.
+    pub(super) fn state(reference: &[KvDump], decode: &[KvDump]) -> Option<Self> {
+        let has = |dumps: &[KvDump]| dumps.iter().flat_map(|dump| &dump.parts).any(|p| p.part.is_state());
+        (has(reference) || has(decode)).then(|| Self::of(reference, decode, Part::is_state))
+    }
+
+    fn of(reference: &[KvDump], decode: &[KvDump], wanted: fn(Part) -> bool) -> Self {
+        let of = |dump| pieces(dump, wanted);
         let expected: HashMap<Coordinate, &[u8]> =
-            reference.iter().flat_map(KvDump::pieces).map(|(at, _, bytes)| (at, bytes)).collect();
+            reference.iter().flat_map(of).map(|(at, _, bytes)| (at, bytes)).collect();
         let mut seen = HashSet::with_capacity(expected.len());
         let mut diff = Self::default();
         for dump in decode {
-            for (at, dtype, bytes) in dump.pieces() {
+            for (at, dtype, bytes) in of(dump) {
                 let Some(expected) = expected.get(&at) else {
                     diff.missing += 1;
                     continue;
@@ -70,6 +81,11 @@ impl CacheDiff {
     }
 }
 
+/// What a dump holds of the parts that are wanted.
+fn pieces(dump: &KvDump, wanted: fn(Part) -> bool) -> impl Iterator<Item = (Coordinate, Dtype, &[u8])> {
+    dump.pieces().filter(move |(at, ..)| wanted(at.part))
+}
+
 fn close(dtype: Dtype, expected: &[u8], found: &[u8]) -> bool {
     let numbers = |bytes: &[u8]| -> Vec<f32> {
         bytes.as_chunks::<4>().0.iter().map(|b| f32::from_ne_bytes(*b)).collect()
@@ -87,13 +103,14 @@ fn describe(rank: RankId, at: Coordinate, expected: &[u8], found: &[u8]) -> Stri
     } else {
         format!("{differing} of {} bytes differ", found.len())
     };
-    format!("decode rank {rank}, layer {layer}, {part}, head {head}, token {token}: {what}")
+    let row = if part.is_state() { "row" } else { "token" };
+    format!("decode rank {rank}, layer {layer}, {part}, head {head}, {row} {token}: {what}")
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use kvferry_plan::{Attempt, LayerId, Part, RoomId, RoomKey, Token};
+    use kvferry_plan::{Attempt, LayerId, RoomId, RoomKey, Token};
     use kvferry_server::DumpPart;
     use std::ops::Range;
 
@@ -127,10 +144,33 @@ mod tests {
         let whole = [dump(0, 0..2, &[0, 1, 2])];
         let split =
             [dump(0, 0..1, &[0, 2]), dump(1, 0..1, &[1]), dump(2, 1..2, &[0, 1, 2]), dump(3, 1..2, &[1])];
-        let diff = CacheDiff::new(&whole, &split);
+        let diff = CacheDiff::rows(&whole, &split);
         assert!(diff.is_equal(), "{diff:?}");
         assert_eq!((diff.pieces, diff.bytes), (14, 56));
-        assert!(CacheDiff::new(&split, &whole).is_equal());
+        assert!(CacheDiff::rows(&split, &whole).is_equal());
+    }
+
+    #[test]
+    fn state_is_compared_apart_from_rows() {
+        let with_state = |wrong: bool| {
+            let mut state = dump(1, 4..6, &[0, 1]);
+            state.parts[0].part = Part::Recurrent;
+            state.bytes[4 * 5 + 3] ^= u8::from(wrong);
+            [dump(0, 0..2, &[0, 1, 2]), state]
+        };
+        let [right, wrong] = [with_state(false), with_state(true)];
+        assert!(CacheDiff::rows(&right, &wrong).is_equal());
+        let state = CacheDiff::state(&right, &right).unwrap();
+        assert!(state.is_equal() && (state.pieces, state.bytes) == (8, 32), "{state:?}");
+        let state = CacheDiff::state(&right, &wrong).unwrap();
+        assert_eq!(
+            state.first.unwrap(),
+            "decode rank 1, layer 1, recurrent, head 5, row 0: 1 of 4 bytes differ"
+        );
+        // A side without state is not equal to one that has some; where nobody has any, there is nothing to compare.
+        let bare = [dump(0, 0..2, &[0, 1, 2])];
+        assert!(!CacheDiff::state(&right, &bare).unwrap().is_equal());
+        assert_eq!(CacheDiff::state(&bare, &bare), None);
     }
 
     #[test]
@@ -138,17 +178,17 @@ mod tests {
         let whole = [dump(0, 0..2, &[0, 1, 2])];
         let mut wrong = [dump(0, 0..2, &[0, 1, 2])];
         wrong[0].bytes[4 * 7 + 3] ^= 0x40;
-        let diff = CacheDiff::new(&whole, &wrong);
+        let diff = CacheDiff::rows(&whole, &wrong);
         assert_eq!((diff.different, diff.missing, diff.far), (1, 0, 1));
         assert_eq!(diff.first.unwrap(), "decode rank 0, layer 1, key, head 1, token 0: 1 of 4 bytes differ");
-        assert_eq!(CacheDiff::new(&whole, &[dump(0, 0..2, &[0, 2])]).missing, 4);
-        assert_eq!(CacheDiff::new(&whole, &[dump(0, 0..2, &[0, 1, 2, 3])]).missing, 4);
+        assert_eq!(CacheDiff::rows(&whole, &[dump(0, 0..2, &[0, 2])]).missing, 4);
+        assert_eq!(CacheDiff::rows(&whole, &[dump(0, 0..2, &[0, 1, 2, 3])]).missing, 4);
         // The lowest bit of a number is a different byte, and close.
         wrong[0].bytes[4 * 7 + 3] ^= 0x40;
         wrong[0].bytes[4 * 7] ^= 1;
-        let diff = CacheDiff::new(&whole, &wrong);
+        let diff = CacheDiff::rows(&whole, &wrong);
         assert!(!diff.is_equal() && diff.is_close(), "{diff:?}");
-        assert!(!CacheDiff::new(&whole, &[]).is_equal());
-        assert!(!CacheDiff::new(&[], &[]).is_equal());
+        assert!(!CacheDiff::rows(&whole, &[]).is_equal());
+        assert!(!CacheDiff::rows(&[], &[]).is_equal());
     }
 }

@@ -125,7 +125,7 @@ impl Reference {
             .map(|t| FirstToken { id: t.id, logprob: t.logprob, top: Vec::new() })
             .ok_or_else(no_token)?;
         let rows = self.whole.rows(KEY)?.wait()?;
-        let lease = decode.reserve(KEY, Request { hold: None, ..request })?.wait()?;
+        let lease = decode.reserve(KEY, request)?.wait()?;
         decode.adopt(&lease, &rows)?;
         let (tokens, first) = collect(decode.decode(&lease, first)?, started, on_token)?;
         let last = started.elapsed();

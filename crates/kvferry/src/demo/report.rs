@@ -57,6 +57,10 @@ impl Finding {
                 "the bytes of this hand-off go from one rank to one rank, or those of any two ranks are equal; use more \
                  ranks on one side, or a longer prompt"
             }
+            InjectArg::MisrouteRow => {
+                "decode has one rank, or its ranks hold the same rows; use more ranks that share rows out, such as \
+                 tp=2,dcp=2, or a longer prompt"
+            }
             _ => "no byte that landed would have been changed by it",
         };
         let text = format!("the fault could not be committed: {}: {why}", name_of(&fault));
@@ -64,13 +68,18 @@ impl Finding {
     }
 
     /// A hand-off that cannot be served was.
-    pub(super) fn not_refused() -> Self {
-        Self::new("not_refused", "a decode with another element type was served instead of refused".into())
+    pub(super) fn not_refused(what: &str) -> Self {
+        Self::new("not_refused", format!("{what} was served instead of refused"))
+    }
+
+    /// A hand-off was refused, but not for what is wrong with it, or one side waited for the other.
+    pub(super) fn refused_otherwise(what: &str, how: &impl std::fmt::Display) -> Self {
+        Self::new("refused_otherwise", format!("{what}: {how}"))
     }
 
     /// Whether two results were compared and differ.
     pub(super) fn by_comparison(&self) -> bool {
-        matches!(self.kind, "cache" | "tokens" | "logprobs")
+        matches!(self.kind, "cache" | "state" | "tokens" | "logprobs")
     }
 
     /// A prompt that was handed over but not computed here.
@@ -117,6 +126,20 @@ pub(super) struct CacheReport {
     pub(super) equal: bool,
 }
 
+impl CacheReport {
+    fn new(diff: &CacheDiff) -> Self {
+        Self { bytes: Bytes(diff.bytes), equal: diff.is_equal() }
+    }
+
+    /// All that were compared, together.
+    pub(super) fn sum(all: impl IntoIterator<Item = Option<Self>>) -> Option<Self> {
+        all.into_iter().flatten().reduce(|a, b| Self {
+            bytes: Bytes(a.bytes.0.saturating_add(b.bytes.0)),
+            equal: a.equal && b.equal,
+        })
+    }
+}
+
 /// One prompt.
 #[derive(Clone, Debug, Serialize)]
 pub(super) struct PromptReport {
@@ -149,7 +172,10 @@ pub(super) struct Outcome {
     /// Prompt tokens that were not moved, because decode had their cache from an earlier prompt.
     pub(super) decode_prompt_tokens_cached: Option<u64>,
     pub(super) transfer: Option<TransferReport>,
+    /// Rows of the prompt's tokens.
     pub(super) cache: CacheReport,
+    /// State of the request as it arrived; `null` in a model without, and when it was not compared.
+    pub(super) state: Option<CacheReport>,
     pub(super) two_processes: Option<Times>,
     pub(super) one_process: Option<Times>,
     pub(super) findings: Vec<Finding>,
@@ -163,7 +189,8 @@ impl Outcome {
 
     /// Compares two processes with the reference.
     pub(super) fn compare(plan: &Plan, run: &Run, answer: &Answer) -> Self {
-        let cache = CacheDiff::new(&answer.cache, &run.cache);
+        let cache = CacheDiff::rows(&answer.cache, &run.cache);
+        let state = CacheDiff::state(&answer.cache, &run.cache);
         let ids = |tokens: &[Chosen]| tokens.iter().map(|t| t.id).collect::<Vec<_>>();
         let generated = ids(&run.tokens);
         let tokens_equal = generated == ids(&answer.tokens);
@@ -185,11 +212,15 @@ impl Outcome {
                 findings.push(Finding::new(kind, text()));
             }
         };
-        let cache_ok = match plan.claim {
-            Claim::Bits | Claim::CloseFromSamePrefill => cache.is_equal(),
-            Claim::Close => cache.is_close(),
+        let as_claimed = |diff: &CacheDiff| match plan.claim {
+            Claim::Bits | Claim::CloseFromSamePrefill => diff.is_equal(),
+            Claim::Close => diff.is_close(),
         };
-        find(!cache_ok, "cache", &|| cache_text(plan.claim, &cache));
+        find(!as_claimed(&cache), "cache", &|| cache_text("prompt KV", plan.claim, &cache));
+        if let Some(state) = &state {
+            find(!as_claimed(state), "state", &|| cache_text("state at hand-off", plan.claim, state));
+        }
+        let equal = cache.is_equal() && state.as_ref().is_none_or(CacheDiff::is_equal);
         find(!tokens_equal, "tokens", &|| tokens_text(&generated, &ids(&answer.tokens)));
         let logprobs_ok = match plan.claim {
             Claim::Bits => logprob_bits || !tokens_equal,
@@ -210,7 +241,7 @@ impl Outcome {
         };
         Self {
             tokens_equal,
-            bit_equal: logprob_bits && cache.is_equal(),
+            bit_equal: logprob_bits && equal,
             max_abs_logprob_diff: diff,
             logprobs: run.tokens.iter().map(|t| t.logprob).collect(),
             generated,
@@ -218,7 +249,8 @@ impl Outcome {
             prefill_prompt_tokens_cached: Some(run.prefill.prompt_tokens_cached),
             decode_prompt_tokens_cached: Some(run.decode.prompt_tokens_cached),
             transfer: Some(transfer),
-            cache: CacheReport { bytes: Bytes(cache.bytes), equal: cache.is_equal() },
+            cache: CacheReport::new(&cache),
+            state: state.as_ref().map(CacheReport::new),
             two_processes: times(run.first, run.last),
             one_process: times(answer.first, answer.last),
             findings,
@@ -284,6 +316,7 @@ impl Outcome {
                 bytes: Bytes(outcomes().map(|o| o.cache.bytes.0).sum()),
                 equal: outcomes().all(|o| o.cache.equal),
             },
+            state: CacheReport::sum(outcomes().map(|o| o.state)),
             two_processes: times(|o| o.two_processes),
             one_process: times(|o| o.one_process),
             findings: outcomes().flat_map(|o| o.findings.clone()).collect(),
@@ -339,16 +372,16 @@ impl Report {
     }
 }
 
-fn cache_text(claim: Claim, cache: &CacheDiff) -> String {
+fn cache_text(what: &str, claim: Claim, cache: &CacheDiff) -> String {
     let (count, first) = match claim {
         Claim::Close => (cache.far, &cache.first_far),
         _ => (cache.different, &cache.first),
     };
     match first {
         Some(first) => {
-            format!("prompt KV differs in {count} of {} coordinates; first: {first}", cache.pieces)
+            format!("{what} differs in {count} of {} coordinates; first: {first}", cache.pieces)
         }
-        None => format!("prompt KV: {} coordinates are on one side only", cache.missing),
+        None => format!("{what}: {} coordinates are on one side only", cache.missing),
     }
 }
 

@@ -3,7 +3,7 @@
 use comfy_table::{Cell, CellAlignment, Table};
 use kvferry_plan::Bytes;
 
-use super::report::{Claim, Outcome, PromptReport, Report, Times};
+use super::report::{CacheReport, Claim, Outcome, PromptReport, Report, Times};
 use crate::terminal::{self, Look, styled};
 
 /// Characters of two layouts that stand beside each other.
@@ -115,11 +115,15 @@ fn verdict(report: &Report) {
     } else {
         line("tokens equal", total.tokens_equal, format!("{} generated", total.generated.len()));
         let what = match report.claim {
-            Claim::Bits | Claim::CloseFromSamePrefill => format!(
-                "{} of prompt KV on the decode ranks, {} log-probabilities",
-                bytes(total.cache.bytes),
-                total.logprobs.len()
-            ),
+            Claim::Bits | Claim::CloseFromSamePrefill => {
+                let state = |state: CacheReport| format!(", {} of state as it arrived", bytes(state.bytes));
+                format!(
+                    "{} of prompt KV on the decode ranks{}, {} log-probabilities",
+                    bytes(total.cache.bytes),
+                    total.state.map(state).unwrap_or_default(),
+                    total.logprobs.len()
+                )
+            }
             Claim::Close => "not claimed in fast arithmetic, whose sums depend on the layout".into(),
         };
         line("bits equal", total.bit_equal, what);
@@ -164,7 +168,7 @@ fn difference(outcome: &Outcome) -> String {
 }
 
 /// A size with three digits.
-fn bytes(bytes: Bytes) -> String {
+pub(super) fn bytes(bytes: Bytes) -> String {
     let mut value = bytes.0 as f64;
     if value < 1000.0 {
         return format!("{} B", bytes.0);

@@ -8,7 +8,7 @@ use std::{path::PathBuf, process::ExitCode, time::Duration};
 
 use clap::{Args, ValueEnum};
 use comfy_table::CellAlignment;
-use kvferry_plan::CacheShape;
+use kvferry_plan::{CacheShape, LayerId, Part, PartShape};
 use kvferry_transport::TransportKind;
 use serde::Serialize;
 
@@ -41,9 +41,9 @@ pub(crate) struct TransferBench {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 enum Size {
-    /// 1 percent: that it works, not how fast
+    /// A few percent: that it works, not how fast
     Small,
-    /// 32K latent tokens and 8K tokens of 8 KV heads, 8 layers each
+    /// 32K latent tokens and 8K tokens of 8 KV heads, 8 layers each; 32K tokens of Kimi Linear
     Full,
 }
 
@@ -88,7 +88,7 @@ struct Document {
 pub(super) fn run(args: &TransferBench) -> Result<ExitCode, Failure> {
     check_svg(args.svg.as_deref())?;
     let (mut cases, mut congestion) = (Vec::new(), String::new());
-    for make in [latent, heads] {
+    for make in [latent, heads, kimi] {
         let case = make(args.size)?;
         let loopback = Loopback::new()?;
         congestion.clone_from(&loopback.congestion);
@@ -128,6 +128,18 @@ fn heads(size: Size) -> Result<Case, Failure> {
     let layers = if size == Size::Full { 8 } else { 2 };
     let what = "bf16 keys and values, 8 heads of 128";
     Case::new("heads", what, &CacheShape::gqa(layers, 8, 128), ["tp=2,page=64", "tp=3,page=64"], tokens)
+}
+
+/// One request of Kimi Linear 48B: 7 layers of latent rows, and 20 with a convolution of 4 taps and a matrix for each of
+/// 32 heads of 128, whose size does not depend on the tokens. Small, the first 4 layers.
+fn kimi(size: Size) -> Result<Case, Failure> {
+    let (layers, tokens) = if size == Size::Full { (27, (32 << 10, 2048)) } else { (4, (512, 256)) };
+    let latent = |layer: &LayerId| layer.0 % 4 == 3 || layer.0 == 26;
+    let (mla, kda): (Vec<_>, Vec<_>) = (0..layers).map(LayerId).partition(latent);
+    let what = format!("Kimi Linear 48B, {} layers of 1152 B rows and {} of KDA state", mla.len(), kda.len());
+    let mut shape = CacheShape { parts: vec![PartShape::rows(Part::Latent, mla, 1, 576)] };
+    shape.parts.extend(CacheShape::kda(kda, 32, 128, 4));
+    Case::new("kimi", &what, &shape, ["tp=4,page=64", "tp=4,dcp=4,page=64"], tokens)
 }
 
 /// Times of one way, one per round.

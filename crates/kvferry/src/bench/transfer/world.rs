@@ -10,8 +10,8 @@ use std::{
 use kvferry_arena::{Arena, Memory, Side, digest_plans};
 use kvferry_plan::{
     Attempt, Blame, Bytes, CacheShape, Descriptor, Dtype, End, Generation, Incarnation, LayoutSpec, PROTOCOL,
-    PageId, PageTable, Pair, Part, PartDigest, Placement, Plan, PoolLayout, RankId, RoomId, RoomKey,
-    TokenRange,
+    PageId, PageTable, Pair, Part, PartDigest, Placement, Plan, PoolLayout, PoolSize, RankId, RoomId,
+    RoomKey, SlotId, TokenRange,
 };
 use kvferry_transport::{
     Done, Grant, Job, Leg, Link, Mover, PeerAddr, Registration, Setup, Transport, TransportKind,
@@ -22,6 +22,8 @@ use crate::failure::Failure;
 const SOURCE: Incarnation = Incarnation { started_ms: 1, nonce: 1 };
 const TARGET: Incarnation = Incarnation { started_ms: 2, nonce: 2 };
 const GENERATION: Generation = Generation(1);
+/// Generation of source pages and slots, which no other request ever has.
+const UNUSED: Generation = Generation(0);
 
 /// A hand-off and the memory for it.
 #[derive(Debug)]
@@ -37,6 +39,8 @@ pub(super) struct Case {
     pub(super) targets: Vec<Arc<Arena>>,
     pub(super) from: PageTable,
     pub(super) to: PageTable,
+    /// Where the state of the request lies, at the source and at the target.
+    slots: Option<(SlotId, SlotId)>,
 }
 
 impl Case {
@@ -56,11 +60,13 @@ impl Case {
         };
         let (src, dst) = (place(layouts[0])?, place(layouts[1])?);
         let (from, to) = (table(&src, tokens), table(&dst, tokens));
+        let slots = shape.has_state().then_some((SlotId(1), SlotId(0)));
         let arenas = |side: &Placement, pages: &PageTable| {
             (0..side.ranks())
                 .map(|rank| {
                     let pages = u32::try_from(pages.0.len()).unwrap_or(u32::MAX);
-                    let layout = PoolLayout::new(shape, side, RankId(rank), pages)
+                    let size = PoolSize { pages, slots: if shape.has_state() { 2 } else { 0 } };
+                    let layout = PoolLayout::with_slots(shape, side, RankId(rank), size)
                         .map_err(|e| internal(e.to_string()))?;
                     Ok(Arc::new(Arena::new("kvferry-bench", layout)?))
                 })
@@ -72,7 +78,8 @@ impl Case {
         }
         let pair = Arc::new(Pair::new(shape.clone(), src, dst)?);
         let what = format!("{what}, {} to {}", layouts[0], layouts[1]);
-        let mut case = Self { name, what, pair, tokens, chunk, bytes: Bytes(0), sources, targets, from, to };
+        let bytes = Bytes(0);
+        let mut case = Self { name, what, pair, tokens, chunk, bytes, sources, targets, from, to, slots };
         for source in case.source_ranks() {
             for target in case.target_ranks() {
                 case.bytes.0 += case.plan(source, target, TokenRange::new(0, tokens))?.bytes().0;
@@ -89,9 +96,14 @@ impl Case {
         (0..self.pair.dst().ranks()).map(RankId).collect()
     }
 
+    /// What one rank owes another for a chunk; with the last goes the state.
     pub(super) fn plan(&self, source: RankId, target: RankId, tokens: TokenRange) -> Result<Plan, Failure> {
         let (src, dst) = (End { rank: source, table: &self.from }, End { rank: target, table: &self.to });
-        Ok(self.pair.plan(src, dst, tokens)?)
+        Ok(self.pair.plan_last(src, dst, tokens, self.slots_with(tokens))?)
+    }
+
+    fn slots_with(&self, tokens: TokenRange) -> Option<(SlotId, SlotId)> {
+        self.slots.filter(|_| tokens.end.0 == self.tokens)
     }
 
     /// The jobs of a room, in the order of prefill.
@@ -110,7 +122,7 @@ fn table(side: &Placement, tokens: u64) -> PageTable {
         let owned = part.tokens.owned(kvferry_plan::Token(tokens), side.class(part.part, RankId(0)));
         owned.div_ceil(u64::from(part.page_size))
     };
-    let pages = side.parts.iter().map(of).max().unwrap_or(0);
+    let pages = side.parts.iter().filter(|part| !part.part.is_state()).map(of).max().unwrap_or(0);
     let step = (37..).find(|step| (2..*step).all(|d| step % d > 0) && pages % step > 0).unwrap_or(1);
     PageTable((0..pages).map(|i| PageId((i * step % pages) as u32)).collect())
 }
@@ -188,7 +200,7 @@ impl<'a> World<'a> {
             peer: SOURCE,
             pair: Arc::clone(&self.case.pair),
             table: self.case.to.clone(),
-            slot: None,
+            slot: self.case.slots.map(|(_, to)| to),
             tokens: TokenRange::new(0, self.case.tokens),
             ranks: self.case.target_ranks(),
             digest,
@@ -252,8 +264,9 @@ impl<'a> World<'a> {
         for target in case.target_ranks() {
             let plan = case.plan(source, target, tokens)?;
             if !plan.is_empty() {
-                let source_pages = case.from.0.iter().map(|page| (*page, Generation(0))).collect();
-                legs.push(Leg { target, plan: Arc::new(plan), source_pages, source_slot: None });
+                let source_pages = case.from.0.iter().map(|page| (*page, UNUSED)).collect();
+                let source_slot = case.slots_with(tokens).map(|(from, _)| (from, UNUSED));
+                legs.push(Leg { target, plan: Arc::new(plan), source_pages, source_slot });
             }
         }
         Ok(Job { key, generation: GENERATION, source, tokens, digest, legs })

@@ -21,7 +21,7 @@ pub(super) enum How {
     InTurn,
     /// To the same, all at the same time.
     AtOnce,
-    /// Each to three decode instances at the same time, of which one cannot be served.
+    /// Each to two decode instances at the same time, and to some that cannot be served.
     Several,
 }
 
@@ -109,7 +109,7 @@ pub(super) fn all(quick: bool) -> Vec<Section> {
     sections
 }
 
-/// Pages have 64 rows, virtual pages 256; the last case is refused by one of three.
+/// Pages have 64 rows, virtual pages 256; the last case is served to two decodes and refused for all others.
 fn edges(model: Embedded) -> Vec<Case> {
     let case = |name, how, lengths: &[usize]| Case::new(name, how, model, lengths);
     vec![
@@ -119,7 +119,7 @@ fn edges(model: Embedded) -> Vec<Case> {
         case("around a virtual page", How::InTurn, &[255, 256, 257]),
         case("many sends", How::InTurn, &[700]),
         case("all of these at once", How::AtOnce, &[1, 3, 64, 65, 257, 500]),
-        case("three decodes at once", How::Several, &[130]),
+        case("served beside misfits", How::Several, &[130]),
     ]
 }
 
@@ -132,7 +132,10 @@ fn controls() -> Vec<Section> {
         (InjectArg::BlindMerge, Fast, Dtype::F32),
         (InjectArg::DropRope, Canonical, Dtype::Bf16),
         (InjectArg::SwapRank, Canonical, Dtype::Fp8E4m3),
+        (InjectArg::MisrouteRow, Canonical, Dtype::Fp8E4m3),
+        (InjectArg::MisrouteRow, Fast, Dtype::F32),
         (InjectArg::SwapState, Canonical, Dtype::Bf16),
+        (InjectArg::SwapState, Fast, Dtype::F32),
     ]
     .map(|(fault, arith, kv)| Section {
         model,
@@ -183,7 +186,7 @@ mod tests {
         for quick in [false, true] {
             let sections = all(quick);
             let faults = sections.iter().filter(|section| section.fault.is_some()).count();
-            assert_eq!(faults, 5);
+            assert_eq!(faults, 8);
             for how in [How::InTurn, How::AtOnce, How::Several] {
                 assert!(sections.iter().flat_map(|s| &s.cases).any(|case| case.how == how));
             }

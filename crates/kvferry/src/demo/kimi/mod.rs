@@ -1,8 +1,9 @@
 //! `kvferry demo --suite kimi-dcp`: Kimi Linear from TP4/EP4 to TP4/DCP4. Prompts at every edge of pages and chunks, many
-//! at once, and one prefill that serves three decodes of which one cannot be; then deliberate faults, which have to be
-//! found. What decode holds and answers is compared with one process that has one rank.
+//! at once, and one prefill that serves two decodes while others, which cannot be served, are refused; then deliberate
+//! faults, which have to be found. What decode holds and answers is compared with one process that has one rank.
 
 mod cases;
+mod misfits;
 mod needles;
 mod report;
 
@@ -11,7 +12,7 @@ use std::{collections::HashMap, process::ExitCode, sync::Arc};
 use futures_util::future::join_all;
 use indicatif::ProgressBar;
 use kvferry_engine::Model;
-use kvferry_plan::{Blame, Dtype, LayoutSpec};
+use kvferry_plan::{Blame, LayoutSpec};
 
 use super::{
     cluster::{Fleet, Handle, Side},
@@ -28,6 +29,7 @@ use crate::{
     terminal,
 };
 use cases::{Asked, Case, How, Section};
+use misfits::{Misfit, Refused};
 use report::{CaseReport, Suite};
 
 /// Layouts of the two sides.
@@ -37,6 +39,8 @@ const DECODE: &str = "tp=4,dcp=4,page=64";
 const SINGLE: &str = "tp=1,page=64";
 /// Tokens of each answer: every rank is dealt at least one.
 const ANSWER: u32 = 6;
+/// Rooms that a prompt has at the same time in prefill: with two decodes, and three misfits.
+const ROOMS: usize = 5;
 /// Tokens of the largest unit that a pool is filled by.
 const VIRTUAL_PAGE: usize = 256;
 
@@ -82,7 +86,7 @@ fn section_args(section: &Section, args: &DemoArgs) -> Result<DemoArgs, Failure>
     let together = |case: &Case| match case.how {
         How::InTurn => case.lengths().map(room).max().unwrap_or(0),
         How::AtOnce => case.lengths().map(room).sum(),
-        How::Several => 3 * case.lengths().map(room).sum::<usize>(),
+        How::Several => ROOMS * case.lengths().map(room).sum::<usize>(),
     };
     engine.pool_tokens = section.cases.iter().map(|case| together(case) as u64).max();
     if section.fault.is_some() {
@@ -105,10 +109,9 @@ async fn run_section(
     let args = section_args(section, args)?;
     let plan = Plan::new(&args);
     let located = Located::Embedded(section.model);
-    let mut decodes = vec![args.decode.clone()];
+    let (mut decodes, single) = (vec![args.decode.clone()], layout(SINGLE)?);
     if section.several() {
-        let other = if section.kv == Dtype::F32 { Dtype::Bf16 } else { Dtype::F32 };
-        decodes.extend([layout(SINGLE)?, LayoutSpec { kv: Some(other), ..layout(SINGLE)? }]);
+        decodes.push(single.clone());
     }
     let mut fleet = Fleet::start().await?;
     let sides = [
@@ -119,11 +122,17 @@ async fn run_section(
     let [prefill] = prefill.as_slice() else {
         return Err(Failure::new(Blame::Us, "one prefill instance was asked for"));
     };
+    let misfits = match decodes.get(1) {
+        Some(fits) => Misfit::all(&mut fleet, section, &args, (&single, fits)).await?,
+        None => Vec::new(),
+    };
     let answers = answers(section, &args, &plan).await?;
-    let world = World { args: &args, plan: &plan, prefill, decodes: &decodes, answers: &answers };
+    let (decodes, misfits) = (decodes.as_slice(), misfits.as_slice());
+    let world = World { args: &args, plan: &plan, prefill, decodes, misfits, answers: &answers };
     let mut reports = Vec::with_capacity(section.cases.len());
     for case in &section.cases {
-        reports.push(CaseReport::new(case, section.fault, world.case(case).await));
+        let (outcomes, refused) = world.case(case).await;
+        reports.push(CaseReport::new(case, section.fault, outcomes, refused));
         bar.inc(1);
     }
     fleet.stop().await;
@@ -155,14 +164,15 @@ struct World<'a> {
     plan: &'a Plan,
     prefill: &'a Handle,
     decodes: &'a [Handle],
+    misfits: &'a [Misfit],
     answers: &'a HashMap<usize, Answer>,
 }
 
 impl World<'_> {
-    /// Hands the prompts of a case over.
-    async fn case(&self, case: &Case) -> Vec<Outcome> {
+    /// Hands the prompts of a case over; what came of each, and who was refused.
+    async fn case(&self, case: &Case) -> (Vec<Outcome>, Vec<Refused>) {
         let Some(dealt) = self.decodes.first() else {
-            return vec![Outcome::failed(Finding::no_reference())];
+            return (vec![Outcome::failed(Finding::no_reference())], Vec::new());
         };
         match case.how {
             How::InTurn => {
@@ -170,20 +180,26 @@ impl World<'_> {
                 for asked in &case.asked {
                     outcomes.push(self.hand_over(asked, dealt).await);
                 }
-                outcomes
+                (outcomes, Vec::new())
             }
-            How::AtOnce => join_all(case.asked.iter().map(|asked| self.hand_over(asked, dealt))).await,
+            How::AtOnce => {
+                let all = case.asked.iter().map(|asked| self.hand_over(asked, dealt));
+                (join_all(all).await, Vec::new())
+            }
             How::Several => {
-                let each = self.decodes.iter().enumerate().flat_map(|(number, decode)| {
-                    case.asked.iter().map(move |asked| async move {
-                        if number + 1 < self.decodes.len() {
-                            self.hand_over(asked, decode).await
-                        } else {
-                            self.refused(asked, decode).await
-                        }
-                    })
+                let each = |decode| case.asked.iter().map(move |asked| self.hand_over(asked, decode));
+                let tried = self.misfits.iter().flat_map(|misfit| {
+                    case.asked.iter().map(|asked| misfit.refused(self.prefill, &asked.prompt))
                 });
-                join_all(each).await
+                let (mut outcomes, tried) =
+                    tokio::join!(join_all(self.decodes.iter().flat_map(each)), join_all(tried));
+                let (mut refused, mut findings) = (Vec::new(), Vec::new());
+                tried.into_iter().for_each(|tried| match tried {
+                    Ok(one) => refused.push(one),
+                    Err(finding) => findings.push(finding),
+                });
+                outcomes.extend(findings.into_iter().map(Outcome::failed));
+                (outcomes, refused)
             }
         }
     }
@@ -197,18 +213,6 @@ impl World<'_> {
             (Some(answer), _) => Outcome::found(&run, answer),
             (None, Some(answer)) => Outcome::compare(self.plan, &run, answer),
             (None, None) => Outcome::failed(Finding::no_reference()),
-        }
-    }
-
-    /// A hand-off that has to be refused.
-    async fn refused(&self, asked: &Asked, decode: &Handle) -> Outcome {
-        match disaggregated::run((self.prefill, decode), &asked.prompt, self.args, |_| ()).await {
-            Ok(_) => Outcome::failed(Finding::not_refused()),
-            Err(problem) if problem.blame == Blame::PeerIncompatible && problem.cause.contains("dtype") => {
-                Outcome::default()
-            }
-            // Not for its element type.
-            Err(problem) => Outcome::failed(Finding::hand_off(&problem)),
         }
     }
 }

@@ -3,10 +3,16 @@
 use kvferry_plan::Bytes;
 use serde::Serialize;
 
-use super::cases::{Case, How, Section};
+use super::{
+    cases::{Case, Section},
+    misfits::Refused,
+};
 use crate::{
-    args::{DemoArgs, InjectArg, name_of},
-    demo::report::{Finding, Outcome},
+    args::{ArithArg, DemoArgs, InjectArg, name_of},
+    demo::{
+        report::{CacheReport, Finding, Outcome},
+        table::bytes,
+    },
     terminal::{self, Look, styled},
 };
 
@@ -18,13 +24,16 @@ const TOKENS: usize = 24;
 #[derive(Debug, Serialize)]
 pub(super) struct CaseReport {
     name: String,
-    #[serde(skip)]
-    how: How,
     prompt_tokens: Vec<usize>,
     /// What was moved.
     bytes: Bytes,
+    /// State as it arrived, where it was compared.
+    state: Option<CacheReport>,
     /// `null` when there was nothing to compare.
     max_abs_logprob_diff: Option<f32>,
+    /// Decodes that cannot be served, and were not.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    refused: Vec<Refused>,
     /// A fault was committed, which has to be found.
     #[serde(skip_serializing_if = "Option::is_none")]
     injected: Option<String>,
@@ -34,9 +43,15 @@ pub(super) struct CaseReport {
 }
 
 impl CaseReport {
-    pub(super) fn new(case: &Case, fault: Option<InjectArg>, outcomes: Vec<Outcome>) -> Self {
+    pub(super) fn new(
+        case: &Case,
+        fault: Option<InjectArg>,
+        outcomes: Vec<Outcome>,
+        refused: Vec<Refused>,
+    ) -> Self {
         let bytes = outcomes.iter().filter_map(|o| o.transfer.as_ref()).map(|t| t.bytes.0).sum();
         let diff = outcomes.iter().filter_map(|o| o.max_abs_logprob_diff).reduce(f32::max);
+        let state = CacheReport::sum(outcomes.iter().map(|o| o.state));
         let findings: Vec<Finding> = outcomes.into_iter().flat_map(|o| o.findings).collect();
         let good = match fault {
             None => findings.is_empty(),
@@ -45,9 +60,10 @@ impl CaseReport {
         };
         Self {
             name: case.name.clone(),
-            how: case.how,
             prompt_tokens: case.lengths().collect(),
             bytes: Bytes(bytes),
+            state,
+            refused,
             max_abs_logprob_diff: diff,
             injected: fault.map(|fault| name_of(&fault)),
             good,
@@ -55,13 +71,16 @@ impl CaseReport {
         }
     }
 
-    fn verdict(&self) -> &'static str {
-        match (&self.injected, self.good) {
-            (None, true) if self.how == How::Several => "2 equal, 1 refused",
-            (None, true) => "equal",
-            (None, false) => "DIFFERENT",
-            (Some(_), true) => "caught",
-            (Some(_), false) => "NOT CAUGHT",
+    fn verdict(&self) -> String {
+        let slowest = self.refused.iter().map(|refused| refused.seconds).reduce(f64::max);
+        match (&self.injected, self.good, slowest) {
+            (None, true, Some(slowest)) => {
+                format!("equal; {} refused in {:.0} ms", self.refused.len(), slowest * 1e3)
+            }
+            (None, true, None) => "equal".into(),
+            (None, false, _) => "DIFFERENT".into(),
+            (Some(_), true, _) => "caught".into(),
+            (Some(_), false, _) => "NOT CAUGHT".into(),
         }
     }
 
@@ -97,6 +116,8 @@ pub(super) struct Suite {
     transport: String,
     /// Number of cases.
     cases: usize,
+    /// State as it arrived, over all cases in canonical arithmetic without a fault.
+    state: Option<CacheReport>,
     /// The exit status: true is 0.
     proven: bool,
     sections: Vec<SectionReport>,
@@ -111,6 +132,7 @@ impl Suite {
             decode,
             transport: name_of(&args.engine.transport),
             cases: 0,
+            state: None,
             proven: false,
             sections: Vec::new(),
         }
@@ -130,7 +152,11 @@ impl Suite {
     pub(super) fn finish(&mut self) -> bool {
         let cases = || self.sections.iter().flat_map(|section| &section.cases);
         let (count, good) = (cases().count(), cases().filter(|case| case.good).count());
-        (self.cases, self.proven) = (count, count > 0 && good == count);
+        let canonical = name_of(&ArithArg::Canonical);
+        let exact = self.sections.iter().filter(|section| section.arith == canonical);
+        let exact = exact.flat_map(|section| &section.cases).filter(|case| case.injected.is_none());
+        let state = CacheReport::sum(exact.map(|case| case.state));
+        (self.cases, self.state, self.proven) = (count, state, count > 0 && good == count);
         self.proven
     }
 
@@ -154,6 +180,9 @@ impl Suite {
     /// The last line.
     pub(super) fn verdict(&self) {
         let all = self.cases;
+        if let Some(CacheReport { bytes: compared, equal: true }) = self.state {
+            terminal::line(format_args!("state at hand-off: {} compared, all equal", bytes(compared)));
+        }
         if self.proven {
             terminal::line(styled(Look::Good, format_args!("proven: all {all} cases")));
         } else {

@@ -17,7 +17,7 @@ use super::{
     disaggregated,
     prompts::{self, Prompt},
     reference::{Answer, Plan},
-    report::{Finding, Outcome},
+    report::{CacheReport, Finding, Outcome},
 };
 use crate::{
     args::{ArithArg, AttentionArg, DemoArgs},
@@ -142,12 +142,15 @@ impl Subject {
         let mut cells = stream::iter(pairs)
             .map(|((from, prefill), (to, decode))| {
                 let cell = self.cell((prefill, decode), &args, (&plan, &answers));
-                async move { Cell { prefill: from, decode: to, findings: cell.await } }
+                async move {
+                    let (findings, state) = cell.await;
+                    (Cell { prefill: from, decode: to, findings }, state)
+                }
             })
             .buffer_unordered(AT_ONCE);
         let mut sheet = Sheet::new(&self.model, self.form, kv);
-        while let Some(cell) = cells.next().await {
-            sheet.cells.push(cell);
+        while let Some((cell, state)) = cells.next().await {
+            sheet.push(cell, state);
             bar.inc(1);
         }
         drop(cells);
@@ -167,21 +170,23 @@ impl Subject {
         .await
     }
 
-    /// Hands all prompts from one instance to another, one after the other; what was found.
+    /// Hands all prompts from one instance to another, one after the other; what was found, and the state that was
+    /// compared.
     async fn cell(
         &self,
         pair: (&Handle, &Handle),
         args: &DemoArgs,
         (plan, answers): (&Plan, &[Answer]),
-    ) -> Vec<Finding> {
-        let mut findings = Vec::new();
+    ) -> (Vec<Finding>, Option<CacheReport>) {
+        let (mut findings, mut state) = (Vec::new(), None);
         for (prompt, answer) in self.prompts.iter().zip(answers) {
             let outcome = match disaggregated::run(pair, prompt, args, |_| ()).await {
                 Ok(run) => Outcome::compare(plan, &run, answer),
                 Err(problem) => Outcome::failed(Finding::hand_off(&problem)),
             };
             findings.extend(outcome.findings);
+            state = CacheReport::sum([state, outcome.state]);
         }
-        findings
+        (findings, state)
     }
 }

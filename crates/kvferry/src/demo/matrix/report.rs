@@ -3,7 +3,10 @@
 use kvferry_plan::Dtype;
 use serde::Serialize;
 
-use super::super::report::Finding;
+use super::super::{
+    report::{CacheReport, Finding},
+    table::bytes,
+};
 use crate::{
     args::{DemoArgs, name_of},
     terminal::{self, Look, styled},
@@ -28,12 +31,19 @@ pub(super) struct Sheet {
     model: String,
     attention: &'static str,
     kv: String,
+    /// State as it arrived, over all cells; `null` in a model without.
+    state: Option<CacheReport>,
     pub(super) cells: Vec<Cell>,
 }
 
 impl Sheet {
     pub(super) fn new(model: &str, attention: &'static str, kv: Dtype) -> Self {
-        Self { model: model.to_owned(), attention, kv: kv.to_string(), cells: Vec::new() }
+        Self { model: model.to_owned(), attention, kv: kv.to_string(), state: None, cells: Vec::new() }
+    }
+
+    pub(super) fn push(&mut self, cell: Cell, state: Option<CacheReport>) {
+        self.cells.push(cell);
+        self.state = CacheReport::sum([self.state, state]);
     }
 
     fn equal(&self) -> usize {
@@ -119,12 +129,14 @@ impl Matrix {
         for sheet in &self.sheets {
             let (equal, all) = (sheet.equal(), sheet.cells.len());
             let look = if equal == all { Look::Good } else { Look::Bad };
+            let state = sheet.state.filter(|state| state.equal).map(|state| bytes(state.bytes));
+            let state = state.map(|bytes| format!(", {bytes} of state equal")).unwrap_or_default();
             terminal::line(format_args!(
                 "{} {} {:<4}  {}",
                 sheet.model,
                 sheet.attention,
                 sheet.kv,
-                styled(look, format_args!("{equal} of {all} equal"))
+                styled(look, format_args!("{equal} of {all} equal{state}"))
             ));
         }
         self.print_findings();
