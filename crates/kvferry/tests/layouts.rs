@@ -161,6 +161,8 @@ fn the_matrix_proves_its_cells_and_finds_faults() {
         pairs.sort_unstable();
         pairs.dedup();
         assert_eq!(pairs.len(), 25, "{sheet:#}");
+        let (state, hybrid) = (&sheet["state"], sheet["attention"] == "hybrid");
+        assert_eq!((state["equal"] == true, state["bytes"].as_u64() > Some(0)), (hybrid, hybrid), "{state}");
     }
     let broken = kvferry(&[&quick[..], &["--no-digest", "--inject", "flip-byte"]].concat());
     assert_eq!(broken.code, Some(1), "{}", broken.all());
@@ -168,6 +170,8 @@ fn the_matrix_proves_its_cells_and_finds_faults() {
     assert_eq!(report["proven"], false);
     let cells = report["sheets"].as_array().unwrap().iter().flat_map(|s| s["cells"].as_array().unwrap());
     for cell in cells {
-        assert_eq!(cell["findings"][0]["kind"], "cache", "{cell:#}");
+        // In a hybrid model state may be the first that lands.
+        let kind = &cell["findings"][0]["kind"];
+        assert!(kind == "cache" || kind == "state", "{cell:#}");
     }
 }
