@@ -14,8 +14,8 @@ MODEL = os.environ.get("KVFERRY_MODEL", "smollm2")
 START_SECONDS = 300
 SETTLE_SECONDS = 60
 
-# What only grows, and what a prefix cache keeps on purpose: its pages count as free where nobody holds them.
-COUNTERS = {"completed", "failed", "landed", "refused", "tombstones", "pages_cached"}
+# What only grows, and what a prefix cache keeps on purpose: its pages and states count as free where nobody holds them.
+COUNTERS = {"completed", "failed", "landed", "refused", "tombstones", "pages_cached", "slots_cached"}
 # Connections come and go with whoever asks, and threads of the runtime too: fewer than before is no leak, nor are a few more.
 INEXACT = {"descriptors": 4, "sockets": 4, "threads": 2}
 

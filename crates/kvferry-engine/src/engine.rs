@@ -33,12 +33,14 @@ pub struct EngineConfig {
     pub max_model_len: Option<u32>,
     /// Tokens that the pool holds at least, over all requests.
     pub pool_tokens: u64,
-    /// Requests that hold state at once, in a model with state per request (Kimi Linear); further ones wait.
+    /// States that the pool holds, in a model with state per request (Kimi Linear): one for each request that is under
+    /// way, further ones wait; what requests leave is for the prefix cache.
     pub state_slots: u32,
     /// Most requests that wait; a further one is refused at once.
     pub max_queued: u32,
     /// Keep the cache of finished requests while nobody needs the pages, so that prompts that begin alike share it. In
-    /// a model with state per request nothing is shared: its state exists only where a request has stopped.
+    /// a model with state per request a prompt goes on where a state was stored: at the last whole block of an earlier prompt,
+    /// where earlier prompts parted, and where else a step ended and a slot was free.
     pub prefix_cache: bool,
     /// Arithmetic that is wrong on purpose, for negative controls.
     pub fault: Option<Fault>,
@@ -52,7 +54,7 @@ impl Default for EngineConfig {
             chunk: 256,
             max_model_len: None,
             pool_tokens: 4096,
-            state_slots: 32,
+            state_slots: 64,
             max_queued: 1024,
             prefix_cache: true,
             fault: None,
@@ -72,6 +74,14 @@ pub struct EngineStats {
     pub pages_held: u32,
     /// Pages of prefixes that later requests can begin with, free or held.
     pub pages_cached: u32,
+    /// State slots of each rank's pool; 0 in a model without state per request.
+    pub slots_total: u32,
+    /// State slots that can be had: no request holds them. Some may be cached.
+    pub slots_free: u32,
+    /// State slots that requests hold, finished ones that were not released included.
+    pub slots_held: u32,
+    /// State slots whose state later requests can go on from; all of them are free.
+    pub slots_cached: u32,
     /// Requests that wait for pages.
     pub queued: u32,
     /// Requests whose prompt is being computed.

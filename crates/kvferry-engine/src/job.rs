@@ -55,6 +55,8 @@ pub(crate) struct Job {
     pub(crate) cached: u64,
     /// Positions whose cache is complete: the next one to compute.
     pub(crate) filled: u64,
+    /// Where its prompt is cut for a state to be stored, ascending.
+    pub(crate) stops: Vec<u64>,
     /// Prompt positions that went through the model here.
     pub(crate) prompt_computed: u64,
     /// What was generated. The cache of the last token is computed next.
@@ -83,6 +85,7 @@ impl Job {
             lease: None,
             cached: 0,
             filled: 0,
+            stops: Vec::new(),
             prompt_computed: 0,
             generated: Vec::new(),
             sink: None,
@@ -102,9 +105,13 @@ impl Job {
         Need { hold, prompt_tokens: self.prompt_tokens, max_tokens: self.max_tokens }
     }
 
-    /// Prompt tokens that are still to be computed here.
+    /// Prompt tokens that a step can compute: all that are left, or those up to where the prompt is cut next.
     pub(crate) fn prompt_left(&self) -> u64 {
-        if self.state == State::Prefilling { self.prompt_tokens.saturating_sub(self.filled) } else { 0 }
+        if self.state != State::Prefilling {
+            return 0;
+        }
+        let stop = self.stops.iter().find(|stop| **stop > self.filled);
+        stop.unwrap_or(&self.prompt_tokens).saturating_sub(self.filled)
     }
 
     /// Its part of the next step, of `count` tokens: the ids and the position of the first.

@@ -256,6 +256,20 @@ impl Pool {
         self.fetch(held, offset, values, &mut Narrow::default())
     }
 
+    /// Copies all state in a slot to another, as it lies.
+    pub(crate) fn copy_state(&self, from: SlotId, to: SlotId) -> Result<(), EngineError> {
+        let mut bytes = Vec::new();
+        for region in self.arena.layout().regions().iter().filter(|region| region.part.is_state()) {
+            let at = (region.layer, region.part);
+            let ((held, from), (_, to)) = (self.slot(at, from)?, self.slot(at, to)?);
+            let rows = held.layout.page_size as usize;
+            bytes.resize(rows * held.elems * held.layout.dtype.size().0 as usize, 0);
+            self.arena.read(from, &mut bytes)?;
+            self.arena.write(to, &bytes)?;
+        }
+        Ok(())
+    }
+
     /// Reads the first `rows` local rows, which are this rank's tokens in order.
     pub(crate) fn read(
         &self,

@@ -1,12 +1,13 @@
 //! Which prefixes of earlier requests are still in the pool: a radix tree over token ids, one node for each block of
-//! whole pages. Not for pages that belong to one request only (`pages`), nor for the bytes in them (`pool`).
+//! whole pages. In a model with state per request a node may also have a *stored state*: that after its last token. Not
+//! for pages and slots that belong to one request only (`pages`), nor for the bytes in them (`pool`).
 
 use std::{
     collections::{BTreeSet, HashMap},
     sync::Arc,
 };
 
-use kvferry_plan::{PageId, PrefixBlock};
+use kvferry_plan::{PageId, PrefixBlock, SlotId};
 
 /// A node of the tree. Numbers are not used again.
 pub(crate) type NodeId = u64;
@@ -25,6 +26,22 @@ struct Node {
     readers: u32,
     /// When the last reader left.
     used: u64,
+    state: Option<Stored>,
+}
+
+/// The state after a node's last token.
+#[derive(Clone, Copy, Debug)]
+struct Stored {
+    slot: SlotId,
+    /// When a request last began with it, or would have stored it.
+    used: u64,
+}
+
+/// What an evicted block leaves to others.
+#[derive(Debug)]
+pub(crate) struct Evicted {
+    pub(crate) pages: Box<[PageId]>,
+    pub(crate) state: Option<SlotId>,
 }
 
 /// The prefix of a prompt that is in the pool. Good until anything else is done with the tree.
@@ -32,8 +49,10 @@ struct Node {
 pub(crate) struct Found {
     /// Nodes from the first block on.
     path: Vec<NodeId>,
-    /// How many of its blocks others read now.
+    /// How many of its blocks others read now: the first ones, because who reads a block reads all above it.
     pinned: usize,
+    /// Whether a request begins with the state after the last block.
+    resumes: bool,
 }
 
 impl Found {
@@ -57,6 +76,11 @@ impl Pin {
     pub(crate) fn blocks(&self) -> usize {
         self.0.len()
     }
+
+    /// The last of them.
+    pub(crate) fn last(&self) -> Option<NodeId> {
+        self.0.last().copied()
+    }
 }
 
 /// The tree.
@@ -71,6 +95,8 @@ pub(crate) struct Prefixes {
     idle: BTreeSet<(u64, NodeId)>,
     /// Nodes that nobody reads: whole subtrees, so that all of them can be evicted from the leaves up.
     unread: usize,
+    /// Nodes with a stored state, the one that was used longest ago in front.
+    states: BTreeSet<(u64, NodeId)>,
 }
 
 impl Prefixes {
@@ -78,7 +104,8 @@ impl Prefixes {
     pub(crate) fn new(block: PrefixBlock) -> Option<Self> {
         let tokens = usize::try_from(block.tokens).ok().filter(|tokens| *tokens > 0)?;
         let nodes = HashMap::from([(ROOT, Node::default())]);
-        Some(Self { tokens, nodes, next: ROOT + 1, clock: 0, idle: BTreeSet::new(), unread: 0 })
+        let (idle, states) = (BTreeSet::new(), BTreeSet::new());
+        Some(Self { tokens, nodes, next: ROOT + 1, clock: 0, idle, unread: 0, states })
     }
 
     /// Tokens of a block.
@@ -96,6 +123,11 @@ impl Prefixes {
         self.unread
     }
 
+    /// Stored states, all of which can be evicted: nobody reads one but to copy it at once.
+    pub(crate) fn states(&self) -> usize {
+        self.states.len()
+    }
+
     /// The longest prefix of `prompt` in whole blocks that leaves at least its last token out, because something has
     /// to be computed to know what follows.
     pub(crate) fn find(&self, prompt: &[u32]) -> Found {
@@ -109,6 +141,48 @@ impl Prefixes {
             at = child;
         }
         found
+    }
+
+    /// What of it a request can begin with that needs a state: all up to the deepest block that has one.
+    pub(crate) fn resumable(&self, mut found: Found) -> Found {
+        let stored = |id: &NodeId| self.nodes.get(id).is_some_and(|node| node.state.is_some());
+        found.path.truncate(found.path.iter().rposition(stored).map_or(0, |at| at + 1));
+        found.pinned = found.pinned.min(found.path.len());
+        found.resumes = !found.path.is_empty();
+        found
+    }
+
+    /// The stored state that a request begins with, which counts as used now.
+    pub(crate) fn resume(&mut self, found: &Found) -> Option<SlotId> {
+        let last = found.path.last().filter(|_| found.resumes)?;
+        self.touch(*last)
+    }
+
+    /// The state that a node has, which counts as used now.
+    pub(crate) fn touch(&mut self, id: NodeId) -> Option<SlotId> {
+        let stored = self.nodes.get_mut(&id)?.state.as_mut()?;
+        self.states.remove(&(stored.used, id));
+        self.clock += 1;
+        stored.used = self.clock;
+        self.states.insert((stored.used, id));
+        Some(stored.slot)
+    }
+
+    /// Gives a node that has none the state after its last token. Gives it back when there is no such node.
+    pub(crate) fn keep(&mut self, id: NodeId, slot: SlotId) -> Result<(), SlotId> {
+        let Some(node) = self.nodes.get_mut(&id).filter(|node| node.state.is_none()) else {
+            return Err(slot);
+        };
+        self.clock += 1;
+        node.state = Some(Stored { slot, used: self.clock });
+        self.states.insert((self.clock, id));
+        Ok(())
+    }
+
+    /// Takes the state out that has not been used for the longest time. Its node stays.
+    pub(crate) fn evict_state(&mut self) -> Option<SlotId> {
+        let (_, id) = self.states.pop_first()?;
+        Some(self.nodes.get_mut(&id)?.state.take()?.slot)
     }
 
     /// The pages of what was found, in order.
@@ -160,8 +234,8 @@ impl Prefixes {
         }
     }
 
-    /// Takes the block out that has not been read for the longest time; its pages. `None` when all are held.
-    pub(crate) fn evict(&mut self) -> Option<Box<[PageId]>> {
+    /// Takes the block out that has not been read for the longest time. `None` when all are held.
+    pub(crate) fn evict(&mut self) -> Option<Evicted> {
         let (_, id) = self.idle.pop_first()?;
         let node = self.nodes.remove(&id)?;
         self.unread -= 1;
@@ -171,7 +245,10 @@ impl Prefixes {
                 self.idle.insert((parent.used, node.parent));
             }
         }
-        Some(node.pages)
+        if let Some(stored) = &node.state {
+            self.states.remove(&(stored.used, id));
+        }
+        Some(Evicted { pages: node.pages, state: node.state.map(|stored| stored.slot) })
     }
 
     fn child(&self, parent: NodeId, tokens: &[u32]) -> Option<NodeId> {
@@ -191,6 +268,23 @@ impl Prefixes {
     #[cfg(test)]
     pub(crate) fn all_pages(&self) -> Vec<PageId> {
         self.nodes.values().flat_map(|node| node.pages.iter().copied()).collect()
+    }
+
+    /// Every stored state, with all tokens that it has taken in.
+    #[cfg(test)]
+    pub(crate) fn all_states(&self) -> Vec<(Vec<u32>, SlotId)> {
+        let path = |mut at: NodeId| {
+            let mut blocks = Vec::new();
+            while at != ROOT {
+                blocks.push(Arc::clone(&self.nodes[&at].tokens));
+                at = self.nodes[&at].parent;
+            }
+            blocks.iter().rev().flat_map(|block| block.iter().copied()).collect()
+        };
+        let states = self.nodes.iter().filter_map(|(id, node)| Some((path(*id), node.state?.slot)));
+        let states: Vec<_> = states.collect();
+        assert_eq!(states.len(), self.states.len());
+        states
     }
 
     /// Readers of each node, and for a block whose tokens are known the path above it.

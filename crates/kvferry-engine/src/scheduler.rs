@@ -15,7 +15,7 @@ use crate::{
     job::{Job, Kind, State},
     limits::Place,
     mailbox::{Receiver, Sender},
-    pages::Pages,
+    pages::{Pages, Spare},
     request::Sink,
     sampler::{most_probable, sample},
 };
@@ -97,18 +97,13 @@ impl Scheduler {
         (commands, inbox): (Sender<Command>, Receiver<Command>),
         stats: Arc<Mutex<EngineStats>>,
     ) -> Self {
-        let stateful = forward.slots() > 0;
-        let shared = config.prefix_cache && !stateful;
-        let block = if shared { forward.placement().prefix_block() } else { None };
+        let block = if config.prefix_cache { forward.placement().prefix_block() } else { None };
         if config.prefix_cache && block.is_none() {
-            let reason = match stateful {
-                true => "the model has state per request, and only where a request has stopped",
-                false => "no run of pages holds consecutive tokens on every rank",
-            };
+            let reason = "no run of pages holds consecutive tokens on every rank";
             tracing::info!(reason, "prefixes are not shared");
         }
         let pages = Pages::new(forward.pages(), block);
-        let pages = if stateful { pages.with_slots(forward.slots()) } else { pages };
+        let pages = if forward.slots() > 0 { pages.with_slots(forward.slots()) } else { pages };
         let scheduler = Self {
             forward,
             capacity,
@@ -279,6 +274,10 @@ impl Scheduler {
                 continue;
             };
             let found = self.pages.find(&job.prompt);
+            let seen = found.blocks();
+            // Whoever computes goes on from a state; a prompt that was computed elsewhere comes with its own.
+            let computes = job.kind != Kind::Decode;
+            let found = if computes { self.pages.resumable(found) } else { found };
             let free = self.pages.free_for(&found);
             let pages = match self.capacity.fit(job.need(), free) {
                 Fit::Now { pages, .. } => pages,
@@ -289,11 +288,23 @@ impl Scheduler {
                     continue;
                 }
             };
-            let Some(lease) = self.pages.take(pages, found, |page| self.forward.retire(page)) else { break };
+            // Every slot is some request's own.
+            let Some(lease) = self.pages.take(pages, found, |it| self.forward.retire(it)) else { break };
             self.queue.pop_front();
             let (table, slot, cached) = (lease.table().clone(), lease.slot(), lease.cached());
+            let begun = match lease.begins_with().zip(slot) {
+                Some((stored, own)) => self.forward.copy_state(stored, own),
+                None => Ok(()),
+            };
+            job.stops = if computes { self.pages.stops(job.prompt_tokens, seen, cached) } else { Vec::new() };
             (job.lease, job.place) = (Some(lease), None);
             (job.cached, job.filled) = (cached, cached);
+            if let Err(error) = begun {
+                tracing::error!(%error, "a stored state was not copied");
+                self.fail(id, &error);
+                self.remove(id);
+                continue;
+            }
             job.state = if job.kind == Kind::Decode { State::Reserved } else { State::Prefilling };
             if job.state == State::Prefilling {
                 self.turns.join(id);
@@ -362,6 +373,7 @@ impl Scheduler {
         if let Some(key) = prefill {
             self.handoff.chunk(key, outcome.computed);
         }
+        Self::store(&mut self.pages, &self.forward, job);
         let Some(logits) = &outcome.logits else { return };
         let token = match sample(logits, &job.sampling, job.generated.len() as u64) {
             Ok(choice) => FirstToken {
@@ -398,6 +410,22 @@ impl Scheduler {
         let tokens = job.complete();
         if let Some(lease) = &mut job.lease {
             pages.share(lease, &tokens);
+        }
+    }
+
+    /// Stores the state of a request that has come to the end of a block, for later ones to go on from. A prompt was cut
+    /// for it in places that are worth an older state; elsewhere, at the end of a chunk or in an answer, it takes
+    /// only what nobody uses.
+    fn store(pages: &mut Pages, forward: &Forward, job: &mut Job) {
+        if job.kind == Kind::Decode || !pages.ends_block(job.filled) {
+            return;
+        }
+        let spare = if job.stops.contains(&job.filled) { Spare::Oldest } else { Spare::Free };
+        let tokens = job.complete();
+        let Some(lease) = &mut job.lease else { return };
+        let copy = |from, to| forward.copy_state(from, to);
+        if let Err(error) = pages.store(lease, &tokens, spare, |it| forward.retire(it), copy) {
+            tracing::error!(%error, "a state was not stored");
         }
     }
 
@@ -458,10 +486,7 @@ impl Scheduler {
         }
         self.queue.retain(|queued| *queued != id);
         if let Some(lease) = job.lease {
-            if let Some(slot) = lease.slot() {
-                self.forward.retire_slot(slot);
-            }
-            self.pages.give_back(lease, |page| self.forward.retire(page));
+            self.pages.give_back(lease, |it| self.forward.retire(it));
         }
     }
 
@@ -469,12 +494,16 @@ impl Scheduler {
         let count = |state| {
             u32::try_from(self.jobs.values().filter(|job| job.state == state).count()).unwrap_or(u32::MAX)
         };
-        let ranks = self.forward.placement().ranks();
+        let (ranks, slots) = (self.forward.placement().ranks(), self.forward.slots());
         let stats = EngineStats {
             pages_total: self.pages.total(),
             pages_free: self.pages.free(),
             pages_held: self.pages.total() - self.pages.free(),
             pages_cached: self.pages.cached(),
+            slots_total: slots,
+            slots_free: self.pages.slots_free(),
+            slots_held: slots.saturating_sub(self.pages.slots_free()),
+            slots_cached: self.pages.slots_cached(),
             queued: count(State::Queued),
             prefilling: count(State::Prefilling),
             reserved: count(State::Reserved),

@@ -17,7 +17,8 @@ pub struct PrefixBlock {
 
 impl Placement {
     /// The unit in which prefixes can be shared. `None` when there is none: pages of different parts hold different
-    /// tokens, pages are owned by id (KV sharding), or part of the cache is state, which has no tokens.
+    /// tokens, or pages are owned by id (KV sharding). State per request lies in slots, not in pages: whoever shares rows
+    /// says where there is a state for them.
     ///
     /// ```
     /// use kvferry_plan::{CacheShape, Dtype, LayoutSpec, PrefixBlock};
@@ -34,7 +35,10 @@ impl Placement {
     pub fn prefix_block(&self) -> Option<PrefixBlock> {
         let (mut pages, mut per_page) = (1_u32, None);
         for part in &self.parts {
-            if part.part.is_state() || part.page_size == 0 {
+            if part.part.is_state() {
+                continue;
+            }
+            if part.page_size == 0 {
                 return None;
             }
             let ranks = match part.tokens {

@@ -168,8 +168,12 @@ fn what_cannot_be_cut_into_blocks_is_not_shared() {
     other.parts[1].page_size = 4;
     assert_eq!(other.prefix_block(), None);
     let mut state = placement(1, 1, 4);
+    // State has no part in it, wherever it lies; alone it has no pages.
+    let rows = state.parts[0];
     state.parts[0].part = kvferry_plan::Part::Recurrent;
     assert_eq!(state.prefix_block(), None);
+    state.parts.push(rows);
+    assert_eq!(state.prefix_block().map(|block| (block.pages, block.tokens)), Some((1, 4)));
     let mut sharded = placement(1, 1, 4);
     sharded.parts[0].tokens = kvferry_plan::TokenMap::PageSharded { ranks: 1 };
     assert_eq!(sharded.prefix_block(), None);

@@ -131,8 +131,9 @@ pub(crate) struct EngineArgs {
     /// Tokens that each KV pool holds, over all requests
     #[arg(long, value_name = "TOKENS", help_heading = "Engine")]
     pub(crate) pool_tokens: Option<u64>,
-    /// Requests that hold state at once, in a model with state per request (Kimi Linear)
-    #[arg(long, value_name = "REQUESTS", default_value_t = EngineConfig::default().state_slots,
+    /// States that the pool holds, in a model with state per request (Kimi Linear): one for each request under way, the
+    /// rest for later requests to go on from
+    #[arg(long, value_name = "STATES", default_value_t = EngineConfig::default().state_slots,
           value_parser = clap::value_parser!(u32).range(1..), help_heading = "Engine")]
     pub(crate) state_slots: u32,
     /// Epsilon of the norms in latent attention (DeepSeek, Kimi): the published code's, or the configuration's

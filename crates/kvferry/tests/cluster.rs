@@ -12,10 +12,10 @@ use std::{
 
 use common::{Server, command, wait_until};
 use kvferry::{
-    plan::{Attempt, Blame, InstanceId, RoomId, RoomKey},
+    plan::{Attempt, Blame, InstanceId, RankId, RoomId, RoomKey},
     server::{
-        DecodeDone, DecodeRecord, DecodeRequest, InstanceClient, InstancePair, Leg, PairEvent, PrefillReply,
-        PrefillRequest, Problem, SamplingSpec, Stage,
+        Chosen, DecodeDone, DecodeRecord, DecodeRequest, InstanceClient, InstancePair, Leg, PairEvent,
+        PrefillReply, PrefillRequest, Problem, SamplingSpec, Stage,
     },
 };
 use serde_json::Value;
@@ -29,7 +29,11 @@ struct Cluster {
 }
 
 fn instance(registry: &Server, role: &str, more: &[&str]) -> Server {
-    let base = ["--role", role, "--model", "embedded:llama_tiny", "--registry", &registry.url];
+    instance_of("embedded:llama_tiny", registry, role, more)
+}
+
+fn instance_of(model: &str, registry: &Server, role: &str, more: &[&str]) -> Server {
+    let base = ["--role", role, "--model", model, "--registry", &registry.url];
     let server = Server::start(&[&base[..], more].concat());
     // Whoever asks next finds it.
     let runtime = runtime();
@@ -65,9 +69,13 @@ type Decoded = Result<(Vec<u32>, DecodeDone), Problem>;
 
 impl Cluster {
     fn start(prefill: &[&str], decode: &[&str]) -> Self {
+        Self::of("embedded:llama_tiny", prefill, decode)
+    }
+
+    fn of(model: &str, prefill: &[&str], decode: &[&str]) -> Self {
         let registry = Server::start(&["--role", "registry"]);
-        let prefill = instance(&registry, "prefill", prefill);
-        let decode = instance(&registry, "decode", decode);
+        let prefill = instance_of(model, &registry, "prefill", prefill);
+        let decode = instance_of(model, &registry, "decode", decode);
         Self { runtime: runtime(), registry, prefill, decode }
     }
 
@@ -97,16 +105,22 @@ impl Cluster {
 
     /// The ids, and what each side says of the request.
     fn both(&self, request: DecodeRequest) -> Result<(Vec<u32>, PrefillReply, DecodeDone), Problem> {
-        let tokens = request.prompt.len() as u64;
+        let (tokens, reply, done) = self.chosen(request)?;
+        Ok((tokens.into_iter().map(|token| token.id).collect(), reply, done))
+    }
+
+    /// The same with log-probabilities.
+    fn chosen(&self, request: DecodeRequest) -> Result<(Vec<Chosen>, PrefillReply, DecodeDone), Problem> {
+        let length = request.prompt.len() as u64;
         self.runtime.block_on(async {
-            let (mut answer, mut ids) = (self.pair().open(request).await?, Vec::new());
+            let (mut answer, mut tokens) = (self.pair().open(request).await?, Vec::new());
             while let Some(event) = answer.next().await? {
                 match event {
-                    PairEvent::Token(token) => ids.push(token.id),
+                    PairEvent::Token(token) => tokens.push(token),
                     PairEvent::Done(done) => {
                         let reply = done.prefill.unwrap();
-                        assert_eq!(reply.prompt_tokens, tokens);
-                        return Ok((ids, reply, done.decode));
+                        assert_eq!(reply.prompt_tokens, length);
+                        return Ok((tokens, reply, done.decode));
                     }
                 }
             }
@@ -224,6 +238,54 @@ fn a_prompt_that_begins_like_an_earlier_one_is_neither_computed_nor_moved_twice(
             assert_eq!((&ids, bytes, cached), (expected, whole, (0, 0)), "{transport}");
         }
         assert_eq!(without.ledger(&without.decode)["engine"]["pages_cached"], 0);
+    }
+}
+
+/// The next turn of a conversation, whose rows decode has from the hand-off and from its own steps.
+#[test]
+fn a_later_turn_moves_only_what_decode_lacks() {
+    let layouts = [["--layout", "tp=2,page=24"], ["--layout", "tp=4,dcp=4,page=4"]];
+    let base = ["--kv-dtype", "bf16", "--transport"];
+    for (model, more) in [
+        ("embedded:llama_tiny", ["tcp", "--attention", "gqa"]),
+        ("embedded:llama_tiny", ["shm", "--attention", "mla"]),
+        ("embedded:kimi_linear_tiny", ["tcp", "--attention", "gqa"]),
+        ("embedded:needle_kimi", ["shm", "--attention", "gqa"]),
+    ] {
+        let sides = layouts.map(|layout| [&layout[..], &base, &more].concat());
+        let without = sides.each_ref().map(|side| [&side[..], &["--no-prefix-cache"]].concat());
+        let [with, without] = [sides, without].map(|[to, from]| Cluster::of(model, &to, &from));
+        // Tokens, the prompt's cache on every rank, and what was moved and was not.
+        let run = |cluster: &Cluster, room, prompt: &[u32]| {
+            let mut request = cluster.ask(room, prompt).1;
+            (request.max_tokens, request.hold) = (40, true);
+            let (tokens, reply, done) = cluster.chosen(request).unwrap();
+            assert_eq!(done.transfer.bytes, done.transfer.planned_bytes);
+            assert_eq!(done.prompt_tokens_computed, 0);
+            let decode = client(&cluster.decode);
+            let cache =
+                (0..4).map(|rank| cluster.runtime.block_on(decode.kv(key(room), RankId(rank))).unwrap());
+            let cache: Vec<_> = cache.collect();
+            cluster.runtime.block_on(decode.release(key(room))).unwrap();
+            let answer: Vec<_> = tokens.iter().map(|t| (t.id, t.logprob.to_bits())).collect();
+            let cached = (reply.prompt_tokens_cached, done.prompt_tokens_cached);
+            ((answer, cache), done.transfer.bytes.0, cached)
+        };
+        let prompt: Vec<u32> = (5..95).collect();
+        let (first, of_first, cached) = run(&with, 1, &prompt);
+        assert_eq!(cached, (0, 0));
+        let (expected, _, _) = run(&without, 1, &prompt);
+        assert!(first == expected, "{model}");
+        // 129 of these 133 tokens have rows at decode, 128 of them in whole blocks.
+        let answer = first.0.iter().map(|(id, _)| *id);
+        let turn: Vec<u32> = prompt.into_iter().chain(answer).chain([7, 8, 9]).collect();
+        let (second, rest, cached) = run(&with, 2, &turn);
+        assert_eq!(cached, (72, 128), "{model}");
+        let (expected, whole, cached) = run(&without, 2, &turn);
+        assert_eq!(cached, (0, 0), "{model}");
+        assert!(second == expected, "{model}: the second turn differs");
+        // Apart from what a request has once, bytes go with tokens.
+        assert_eq!((whole - rest) * 43, (whole - of_first) * 128, "{model}");
     }
 }
 

@@ -14,9 +14,7 @@ mod tests;
 use std::sync::Arc;
 
 use kvferry_arena::Arena;
-use kvferry_plan::{
-    CacheShape, LayoutSpec, PageId, Placement, PoolSize, RankId, RoomKey, SlotId, TokenRange,
-};
+use kvferry_plan::{CacheShape, LayoutSpec, Placement, PoolSize, RankId, RoomKey, SlotId, TokenRange};
 
 pub(crate) use batch::{Outcome, Piece};
 
@@ -24,7 +22,7 @@ use crate::{
     EngineConfig, EngineError, Fault, Model, Rows,
     checkpoint::MoeConfig,
     math::RopeTable,
-    pages::Lease,
+    pages::{Lease, Retired},
     pool::Pool,
     ranks::Ranks,
     shares::{self, Share, Totals},
@@ -133,24 +131,23 @@ impl Forward {
         )
     }
 
-    /// Says on every rank that `page` has lost its owner.
-    pub(crate) fn retire(&self, page: PageId) {
+    /// Says on every rank that a page or slot has lost its owner.
+    pub(crate) fn retire(&self, retired: Retired) {
         for pool in &self.pools {
-            // The page came from an allocator of as many pages as the arenas have.
-            if let Err(error) = pool.arena().next_generation(page) {
-                tracing::error!(%page, %error, "a page without a generation word");
+            let next = match retired {
+                Retired::Page(page) => pool.arena().next_generation(page),
+                Retired::Slot(slot) => pool.arena().next_slot_generation(slot),
+            };
+            // It came from an allocator of as many as the arenas have.
+            if let Err(error) = next {
+                tracing::error!(?retired, %error, "it has no generation word");
             }
         }
     }
 
-    /// Says on every rank that a state slot has lost its owner.
-    pub(crate) fn retire_slot(&self, slot: SlotId) {
-        for pool in &self.pools {
-            // As for pages.
-            if let Err(error) = pool.arena().next_slot_generation(slot) {
-                tracing::error!(%slot, %error, "a state slot without a generation word");
-            }
-        }
+    /// Copies a request's state from one slot to another on every rank.
+    pub(crate) fn copy_state(&self, from: SlotId, to: SlotId) -> Result<(), EngineError> {
+        self.pools.iter().try_for_each(|pool| pool.copy_state(from, to))
     }
 
     /// Computes `pieces`, which belong to different requests, and stores their cache rows.

@@ -1,4 +1,4 @@
-//! Pages and prefix cache against a model that remembers what was written where.
+//! Pages, slots and prefix cache against a model that remembers what was written where.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -13,6 +13,10 @@ type Content = (Vec<u32>, usize);
 struct Reader {
     lease: Lease,
     tokens: Vec<u32>,
+    /// Tokens that its state has taken in.
+    filled: usize,
+    /// Computes its prompt; otherwise rows and state come from elsewhere.
+    computes: bool,
 }
 
 /// The pages, what was written into them, and what may be said about both.
@@ -21,6 +25,13 @@ struct World {
     block: PrefixBlock,
     content: BTreeMap<PageId, Content>,
     retired: BTreeMap<PageId, u32>,
+    slots: u32,
+    /// What the state in a slot has taken in.
+    states: BTreeMap<SlotId, Vec<u32>>,
+    /// All tokens of every state that was stored.
+    stored: Vec<Vec<u32>>,
+    /// A stored state had to make room.
+    forgotten: bool,
     readers: Vec<Reader>,
     /// Every list of tokens that was shared.
     shared: Vec<Vec<u32>>,
@@ -29,9 +40,19 @@ struct World {
 
 impl World {
     fn new(total: u32, block: PrefixBlock) -> Self {
+        Self::with_slots(total, block, 0)
+    }
+
+    /// Of a model with state, unless there are no slots.
+    fn with_slots(total: u32, block: PrefixBlock, slots: u32) -> Self {
+        let pages = Pages::new(total, Some(block));
         Self {
-            pages: Pages::new(total, Some(block)),
+            pages: if slots > 0 { pages.with_slots(slots) } else { pages },
             block,
+            slots,
+            states: BTreeMap::new(),
+            stored: Vec::new(),
+            forgotten: false,
             content: BTreeMap::new(),
             retired: BTreeMap::new(),
             readers: Vec::new(),
@@ -48,9 +69,14 @@ impl World {
 
     /// Takes pages for `tokens` tokens of which `prompt` are known, and writes all of them but the found ones.
     fn admit(&mut self, prompt: usize, tokens: Vec<u32>) {
+        self.admit_for(true, prompt, tokens);
+    }
+
+    /// The same for one that computes its prompt, or for one whose rows and state come from elsewhere.
+    fn admit_for(&mut self, computes: bool, prompt: usize, tokens: Vec<u32>) {
         let count = (tokens.len() as u32).div_ceil(self.block.tokens as u32) * self.block.pages;
         let found = self.pages.find(&tokens[..prompt]);
-        let (blocks, free) = (found.blocks(), self.pages.free_for(&found));
+        let blocks = found.blocks();
         let best = self.shared.iter().map(|other| {
             let common = other.iter().zip(&tokens[..prompt - 1]).take_while(|(a, b)| a == b).count();
             common / self.block.tokens as usize
@@ -58,22 +84,27 @@ impl World {
         let best = best.max().unwrap_or(0);
         assert!(blocks <= best, "more was found than was ever shared");
         assert!(self.evicted || blocks == best, "found {blocks} blocks of {best}");
+        let found = if computes { self.pages.resumable(found) } else { found };
+        let (blocks, free) = (found.blocks(), self.pages.free_for(&found));
+        if computes && self.slots > 0 {
+            let known = self.stored.iter().filter(|stored| tokens[..prompt - 1].starts_with(stored));
+            let best = known.map(Vec::len).max().unwrap_or(0) / self.block.tokens as usize;
+            assert!(blocks <= best, "a state was found that was never stored");
+            assert!(self.forgotten || blocks == best, "goes on after {blocks} blocks of {best}");
+        }
         let mut gone = Vec::new();
-        let lease = self.pages.take(count, found, |page| gone.push(page));
+        let lease = self.pages.take(count, found, |it| gone.push(it));
+        // A stored state never keeps a request out.
+        let slots_held = self.slots > 0 && self.readers.len() == self.slots as usize;
         let Some(lease) = lease else {
-            assert!(count > free && gone.is_empty());
+            assert!((count > free || slots_held) && gone.is_empty());
             return;
         };
-        assert!(count <= free);
+        assert!(count <= free && !slots_held);
         assert_eq!(lease.table().0.len(), count as usize);
         assert_eq!(lease.cached(), blocks as u64 * self.block.tokens);
         assert!(lease.cached() < prompt as u64);
-        self.evicted |= !gone.is_empty();
-        for page in gone {
-            *self.retired.entry(page).or_default() += 1;
-            assert!(!self.readers.iter().any(|r| r.lease.table().0.contains(&page)), "{page} was held");
-            self.content.remove(&page);
-        }
+        self.lose(gone);
         for (entry, page) in lease.table().0.iter().enumerate() {
             if lease.own[entry] {
                 // Nobody else has it, and what it held has gone.
@@ -85,22 +116,90 @@ impl World {
                 assert!(self.content.insert(*page, written).is_none(), "{page} still held something");
             }
         }
-        self.readers.push(Reader { lease, tokens });
+        let mut filled = prompt;
+        if computes {
+            filled = lease.cached() as usize;
+        }
+        if let Some(own) = lease.slot() {
+            if computes && filled > 0 {
+                let from = lease.begins_with().unwrap_or(own);
+                assert_eq!(
+                    self.states[&from],
+                    tokens[..filled],
+                    "the state of {from} is that of another prefix"
+                );
+            }
+            self.states.insert(own, tokens[..filled].to_vec());
+        }
+        assert!(lease.begins_with().is_none() || computes);
+        self.readers.push(Reader { lease, tokens, filled, computes });
+    }
+
+    /// What was retired for somebody else had no reader.
+    fn lose(&mut self, gone: Vec<Retired>) {
+        for it in gone {
+            match it {
+                Retired::Page(page) => {
+                    assert!(
+                        !self.readers.iter().any(|r| r.lease.table().0.contains(&page)),
+                        "{page} was held"
+                    );
+                    *self.retired.entry(page).or_default() += 1;
+                    self.content.remove(&page);
+                    self.evicted = true;
+                }
+                Retired::Slot(slot) => {
+                    assert!(self.readers.iter().all(|r| r.lease.slot() != Some(slot)), "{slot} was held");
+                    self.forgotten = true;
+                }
+            }
+        }
+    }
+
+    /// A request computes up to the end of its block `to` from where it is, if it has one, and its state is stored.
+    fn store(&mut self, at: usize, to: usize, spare: Spare) {
+        let stored = self.pages.slots_cached();
+        let free = self.pages.slots_free() - stored;
+        let Reader { lease, tokens, filled, computes } = &mut self.readers[at];
+        let block = self.block.tokens as usize;
+        let (Some(own), end) = (lease.slot(), (*filled / block + 1 + to) * block) else { return };
+        if !*computes || end > tokens.len() {
+            return;
+        }
+        *filled = end;
+        let tokens = tokens[..end].to_vec();
+        self.states.insert(own, tokens.clone());
+        let (mut gone, states) = (Vec::new(), &mut self.states);
+        let copy = |from, to| {
+            let state = states[&from].clone();
+            states.insert(to, state);
+            Ok::<_, ()>(())
+        };
+        self.pages.store(lease, &tokens, spare, |it| gone.push(it), copy).unwrap();
+        assert!(gone.is_empty() || (spare == Spare::Oldest && free == 0));
+        self.lose(gone);
+        if free > 0 || (spare == Spare::Oldest && stored > 0) {
+            self.shared.push(tokens.clone());
+            let (tree, _) = self.pages.cache.as_ref().unwrap();
+            assert!(tree.all_states().iter().any(|(all, _)| *all == tokens), "it was not stored");
+            self.stored.push(tokens);
+        }
     }
 
     /// A request ends; a good end shares what it has.
     fn end(&mut self, at: usize, good: bool) {
-        let Reader { mut lease, tokens } = self.readers.swap_remove(at);
+        let Reader { mut lease, tokens, .. } = self.readers.swap_remove(at);
         if good {
             self.pages.share(&mut lease, &tokens);
             self.shared.push(tokens);
         }
         let own: Vec<PageId> =
             lease.table().0.iter().zip(&lease.own).filter(|(_, own)| **own).map(|(page, _)| *page).collect();
+        let slot = lease.slot().map(Retired::Slot);
         let mut gone = Vec::new();
-        self.pages.give_back(lease, |page| gone.push(page));
-        assert_eq!(gone, own);
-        for page in gone {
+        self.pages.give_back(lease, |it| gone.push(it));
+        assert_eq!(gone, slot.into_iter().chain(own.iter().copied().map(Retired::Page)).collect::<Vec<_>>());
+        for page in own {
             *self.retired.entry(page).or_default() += 1;
             self.content.remove(&page);
         }
@@ -110,7 +209,7 @@ impl World {
         let (tree, _) = self.pages.cache.as_ref().unwrap();
         let cached = tree.all_pages();
         let mut all: Vec<PageId> = self.pages.free.iter().copied().chain(cached.iter().copied()).collect();
-        for Reader { lease, tokens } in &self.readers {
+        for Reader { lease, tokens, .. } in &self.readers {
             for (entry, page) in lease.table().0.iter().enumerate() {
                 assert_eq!(
                     self.content[page],
@@ -129,6 +228,7 @@ impl World {
             (0..self.pages.total()).map(PageId).collect::<Vec<_>>(),
             "a page is lost, or owned twice"
         );
+        self.check_slots();
         let mut readers: BTreeMap<_, u32> = tree.readers().into_keys().map(|node| (node, 0)).collect();
         for node in self.readers.iter().flat_map(|reader| reader.lease.pin.nodes()) {
             *readers.get_mut(node).unwrap() += 1;
@@ -140,11 +240,33 @@ impl World {
         assert_eq!(self.pages.free(), self.pages.free.len() as u32 + unread);
         assert!(self.pages.free() as usize + read.len() <= self.pages.total() as usize);
     }
+
+    fn check_slots(&self) {
+        let (tree, _) = self.pages.cache.as_ref().unwrap();
+        let stored = tree.all_states();
+        for (tokens, slot) in &stored {
+            assert_eq!(self.states[slot], *tokens, "{slot} holds another state");
+        }
+        for Reader { lease, tokens, filled, .. } in &self.readers {
+            if let Some(slot) = lease.slot() {
+                assert_eq!(self.states[&slot], tokens[..*filled], "{slot} is not its request's");
+            }
+        }
+        let held = self.readers.iter().filter_map(|reader| reader.lease.slot());
+        let free = self.pages.slots.iter().flatten().copied();
+        let mut all: Vec<SlotId> = stored.iter().map(|(_, slot)| *slot).chain(held).chain(free).collect();
+        all.sort_unstable();
+        assert_eq!(all, (0..self.slots).map(SlotId).collect::<Vec<_>>(), "a slot is lost, or owned twice");
+        assert_eq!(self.pages.slots_cached() as usize, stored.len());
+        let had = if self.slots > 0 { self.slots as usize - self.readers.len() } else { 0 };
+        assert_eq!(self.pages.slots_free() as usize, had);
+    }
 }
 
 #[derive(Clone, Debug)]
 enum Step {
-    Admit { prompt: Vec<u32>, answer: u32 },
+    Admit { prompt: Vec<u32>, answer: u32, computes: bool },
+    Store { at: prop::sample::Index, to: usize, oldest: bool },
     End { at: prop::sample::Index, good: bool },
 }
 
@@ -152,26 +274,32 @@ fn steps(longest: usize) -> impl Strategy<Value = Vec<Step>> {
     // Few ids, so that prompts often begin alike.
     let prompt = prop::collection::vec(prop_oneof![9 => Just(0_u32), 1 => 1_u32..3], 1..longest);
     let step = prop_oneof![
-        (prompt, 0_u32..6).prop_map(|(prompt, answer)| Step::Admit { prompt, answer }),
-        (any::<prop::sample::Index>(), prop::bool::weighted(0.8))
+        3 => (prompt, 0_u32..6, prop::bool::weighted(0.8))
+            .prop_map(|(prompt, answer, computes)| Step::Admit { prompt, answer, computes }),
+        2 => (any::<prop::sample::Index>(), 0_usize..4, any::<bool>())
+            .prop_map(|(at, to, oldest)| Step::Store { at, to, oldest }),
+        3 => (any::<prop::sample::Index>(), prop::bool::weighted(0.8))
             .prop_map(|(at, good)| Step::End { at, good }),
     ];
     prop::collection::vec(step, 0..60)
 }
 
-fn run(total: u32, block: PrefixBlock, steps: Vec<Step>) -> World {
-    let mut world = World::new(total, block);
+fn run(mut world: World, steps: Vec<Step>) -> World {
     for step in steps {
         match step {
-            Step::Admit { prompt, answer } => {
+            Step::Admit { prompt, answer, computes } => {
                 let known = prompt.len();
                 let tokens = prompt.into_iter().chain((0..answer).map(|n| n + 7)).collect();
-                world.admit(known, tokens);
+                world.admit_for(computes, known, tokens);
+            }
+            Step::Store { at, to, oldest } if !world.readers.is_empty() => {
+                let spare = if oldest { Spare::Oldest } else { Spare::Free };
+                world.store(at.index(world.readers.len()), to, spare);
             }
             Step::End { at, good } if !world.readers.is_empty() => {
                 world.end(at.index(world.readers.len()), good);
             }
-            Step::End { .. } => {}
+            Step::Store { .. } | Step::End { .. } => {}
         }
         world.check();
     }
@@ -181,21 +309,23 @@ fn run(total: u32, block: PrefixBlock, steps: Vec<Step>) -> World {
 proptest! {
     #[test]
     fn no_page_has_two_writers_none_is_lost_and_none_that_is_read_changes(
-        total in 0_u32..30, pages in 1_u32..4, tokens in 1_u64..4, steps in steps(24),
+        total in 0_u32..30, pages in 1_u32..4, tokens in 1_u64..4, slots in 0_u32..6, steps in steps(24),
     ) {
-        let mut world = run(total, PrefixBlock { pages, tokens: tokens * u64::from(pages) }, steps);
+        let block = PrefixBlock { pages, tokens: tokens * u64::from(pages) };
+        let mut world = run(World::with_slots(total, block, slots), steps);
         while !world.readers.is_empty() {
             world.end(0, true);
             world.check();
         }
-        prop_assert_eq!(world.pages.free(), total);
+        prop_assert_eq!((world.pages.free(), world.pages.slots_free()), (total, slots));
     }
 
     /// Without pressure everything that was shared is found.
     #[test]
-    fn the_longest_prefix_is_found(steps in steps(16)) {
-        let world = run(4000, PrefixBlock { pages: 2, tokens: 3 }, steps);
-        prop_assert!(!world.evicted);
+    fn the_longest_prefix_is_found(steps in steps(16), stateful in any::<bool>()) {
+        let slots = if stateful { 200 } else { 0 };
+        let world = run(World::with_slots(4000, PrefixBlock { pages: 2, tokens: 3 }, slots), steps);
+        prop_assert!(!world.evicted && !world.forgotten);
     }
 
     #[test]
@@ -259,4 +389,62 @@ fn two_that_compute_the_same_keep_their_own_pages_and_leave_one_copy() {
     world.check();
     world.end(0, true);
     assert_eq!((world.pages.free(), world.pages.cached()), (8, 2));
+}
+
+#[test]
+fn states_make_room_for_requests_the_one_used_longest_ago_first() {
+    let mut world = World::with_slots(20, PrefixBlock { pages: 1, tokens: 2 }, 4);
+    for id in [1, 2, 3] {
+        world.admit(4, vec![id; 4]);
+        world.store(0, 0, Spare::Free);
+        world.end(0, true);
+        world.check();
+    }
+    world.admit(3, vec![7; 3]);
+    assert_eq!((world.pages.slots_free(), world.pages.slots_cached()), (3, 3));
+    let goes_on = |world: &World, id| world.pages.resumable(world.pages.find(&[id; 3])).blocks();
+    assert_eq!([1, 2, 3].map(|id| goes_on(&world, id)), [1, 1, 1]);
+    // It goes on from the first, which makes the second the oldest, and needs a slot itself.
+    world.admit(3, vec![1; 3]);
+    assert!(world.readers[1].lease.begins_with().is_some());
+    assert_eq!([1, 2, 3].map(|id| goes_on(&world, id)), [1, 0, 1]);
+    // Rows outlive the state: who needs no state reads them still.
+    assert_eq!(world.pages.find(&[2; 3]).blocks(), 1);
+    world.admit(3, vec![8; 3]);
+    // Only the state of the first is left: who goes on from it takes it over.
+    world.admit(3, vec![1; 3]);
+    let last = world.readers.last().unwrap();
+    assert_eq!((last.lease.cached(), last.lease.begins_with()), (2, None));
+    world.check();
+    assert_eq!((world.pages.slots_free(), world.pages.slots_cached()), (0, 0));
+    // All slots are held: nobody comes in, and nothing is stored.
+    world.admit(3, vec![9; 3]);
+    world.store(0, 0, Spare::Oldest);
+    world.check();
+    assert_eq!((world.readers.len(), world.pages.slots_cached()), (4, 0));
+}
+
+#[test]
+fn a_state_that_was_not_copied_is_not_stored() {
+    let mut world = World::with_slots(4, PrefixBlock { pages: 1, tokens: 2 }, 2);
+    world.admit(3, vec![1; 3]);
+    let lease = &mut world.readers[0].lease;
+    let copied = world.pages.store(lease, &[1, 1], Spare::Oldest, |_| unreachable!(), |_, _| Err("no"));
+    assert_eq!(copied, Err("no"));
+    world.check();
+    assert_eq!((world.pages.slots_free(), world.pages.slots_cached()), (1, 0));
+}
+
+/// A prompt is cut where another one went on differently, and at the last block that it could begin with again.
+#[test]
+fn prompts_are_cut_where_a_state_is_worth_a_slot() {
+    let world = World::with_slots(4, PrefixBlock { pages: 1, tokens: 4 }, 1);
+    let stops = |prompt, seen, cached| world.pages.stops(prompt, seen, cached);
+    assert_eq!(stops(21, 0, 0), [20]);
+    assert_eq!(stops(20, 0, 0), [16]);
+    assert_eq!(stops(21, 2, 0), [8, 20]);
+    assert_eq!(stops(21, 2, 8), [20]);
+    assert_eq!(stops(21, 5, 20), [0; 0]);
+    assert_eq!(stops(4, 0, 0), [0; 0]);
+    assert_eq!(World::new(4, world.block).pages.stops(21, 2, 0), [0; 0]);
 }

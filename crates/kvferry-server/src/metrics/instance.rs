@@ -39,6 +39,7 @@ pub(crate) struct InstanceMetrics {
     cache_lookups: Counter,
     ready: Gauge,
     pool_pages: Family<StateLabels, Gauge>,
+    state_slots: Family<StateLabels, Gauge>,
     requests: Family<StateLabels, Gauge>,
     holds: Family<KindLabels, Gauge>,
     process: Family<KindLabels, Gauge>,
@@ -157,6 +158,13 @@ impl InstanceMetrics {
                 "Pages of one rank's pool, the same on every rank: free, held by requests, cached (kept by the prefix cache as well)",
                 Family::default(),
             ),
+            state_slots: all.add(
+                "state_slots",
+                None,
+                "state",
+                "State slots of one rank's pool, the same on every rank, in a model with state per request: free, held by requests, cached (free, with a state that later requests can go on from)",
+                Family::default(),
+            ),
             requests: all.add(
                 "engine_requests",
                 None,
@@ -249,6 +257,11 @@ impl InstanceMetrics {
             [("free", engine.pages_free), ("held", engine.pages_held), ("cached", engine.pages_cached)];
         for (state, pages) in pages {
             self.pool_pages.get_or_create(&StateLabels { state }).set(pages.into());
+        }
+        let slots =
+            [("free", engine.slots_free), ("held", engine.slots_held), ("cached", engine.slots_cached)];
+        for (state, slots) in slots {
+            self.state_slots.get_or_create(&StateLabels { state }).set(slots.into());
         }
         let requests = [
             ("queued", engine.queued),

@@ -141,7 +141,7 @@ impl Ledger {
 
     /// True when no request holds anything.
     pub(crate) fn is_quiet(&self) -> bool {
-        let engine = ["pages_held", "queued", "prefilling", "reserved", "decoding", "finished"];
+        let engine = ["pages_held", "slots_held", "queued", "prefilling", "reserved", "decoding", "finished"];
         let node = ["sending", "receiving", "waiting", "leases", "grants", "jobs"];
         engine.iter().all(|n| self.count(&format!("/engine/{n}")) == 0)
             && node.iter().all(|n| self.count(&format!("/node/{n}")) == 0)
@@ -154,8 +154,8 @@ impl Ledger {
         let mut held = self.0.clone();
         let grow = ["broken", "completed", "failed", "faults", "landed", "refused", "tombstones"];
         held["node"].as_object_mut().unwrap().retain(|name, _| !grow.contains(&name.as_str()));
-        // Cached pages are free for whoever needs them.
-        held["engine"].as_object_mut().unwrap().remove("pages_cached");
+        // Cached pages and states are free for whoever needs them.
+        held["engine"].as_object_mut().unwrap().retain(|name, _| !name.ends_with("_cached"));
         held
     }
 }

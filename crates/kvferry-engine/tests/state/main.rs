@@ -12,6 +12,8 @@ use kvferry_engine::{
 };
 use kvferry_plan::{Attempt, Dtype, RoomId, RoomKey, TokenRange};
 
+mod prefix;
+
 const FILLER: &str = "Some cars stay, some go; each one has its place on the other side. ";
 
 fn model(arith: Arith) -> Arc<Model> {
@@ -103,15 +105,6 @@ fn a_slot_has_one_owner_at_a_time_and_begins_empty() {
     let none = EngineConfig { state_slots: 0, ..config };
     let error = Engine::start(model(Arith::Canonical), &none, Arc::new(NoHandOff)).unwrap_err();
     assert!(error.to_string().contains("state-slots=0"), "{error}");
-}
-
-/// State exists only where a request has stopped: a prompt that begins like an earlier one is computed whole.
-#[test]
-fn prefixes_are_not_shared() {
-    let engine = start("tp=2");
-    let first = answer(engine.generate(state_needle().0).unwrap());
-    let again = answer(engine.generate(state_needle().0).unwrap());
-    assert_eq!((&first, first.2), (&again, 0));
 }
 
 /// Tells when a prompt is computed.
