@@ -386,15 +386,15 @@ fn a_held_room_can_be_read_and_released_once() {
         let (reply, ()) = tokio::join!(prefill.prefill(&to_prefill), drain);
         reply.unwrap();
         for rank in 0..2 {
-            let dump = decode.kv(key(1), kvferry::plan::RankId(rank)).await.unwrap();
+            let dump = decode.kv(key(1), RankId(rank)).await.unwrap();
             // 4 layers, K and V, 5 tokens, 2 of 4 heads.
             assert_eq!(dump.pieces().count(), 4 * 2 * 5 * 2);
         }
-        assert_eq!(decode.kv(key(1), kvferry::plan::RankId(2)).await.unwrap_err().blame, Blame::Caller);
-        assert_eq!(decode.kv(key(9), kvferry::plan::RankId(0)).await.unwrap_err().blame, Blame::Caller);
+        assert_eq!(decode.kv(key(1), RankId(2)).await.unwrap_err().blame, Blame::Caller);
+        assert_eq!(decode.kv(key(9), RankId(0)).await.unwrap_err().blame, Blame::Caller);
         decode.release(key(1)).await.unwrap();
         assert_eq!(decode.release(key(1)).await.unwrap_err().blame, Blame::Caller);
-        assert!(decode.kv(key(1), kvferry::plan::RankId(0)).await.is_err());
+        assert!(decode.kv(key(1), RankId(0)).await.is_err());
     });
     assert!(cluster.is_quiet());
 }

@@ -4,6 +4,8 @@
 
 mod common;
 
+use std::collections::BTreeMap;
+
 use common::kvferry;
 use serde_json::{Value, json};
 
@@ -28,13 +30,23 @@ fn the_quick_part_proves_every_case_and_catches_every_fault() {
         .map(|s| (s["model"].as_str().unwrap(), s["arith"].as_str().unwrap(), s["kv"].as_str().unwrap()))
         .collect();
     let of = |model| [(model, "canonical", "bf16"), (model, "canonical", "fp8"), (model, "fast", "f32")];
-    assert_eq!(kinds, [of("kimi_linear_tiny"), of("needle_kimi")].concat());
+    let needles = [("needle_kimi", "canonical", "bf16"), ("needle_kimi", "canonical", "fp8")];
+    assert_eq!(kinds, [&of("kimi_linear_tiny")[..], &of("needle_kimi"), &needles].concat());
 
     let (controls, cases): (Vec<_>, Vec<_>) =
         cases(&report).partition(|(_, case)| case.get("injected").is_some());
     assert_eq!(report["cases"], json!(controls.len() + cases.len()));
     assert_eq!(report["state"]["equal"], true);
+    let mut needles = BTreeMap::<_, [u64; 3]>::new();
     for (section, case) in cases {
+        let computed = case["prompt_tokens_computed"].as_u64().unwrap();
+        let cached = case["prompt_tokens_cached"].as_u64().unwrap();
+        if section["kv"] != "f32" && section["chunk"] == 48 && (cached > 0 || case["name"] == "the text") {
+            let sums = needles.entry(section["kv"].as_str().unwrap()).or_default();
+            *sums = [sums[0] + 1, sums[1] + computed, sums[2] + cached];
+        } else {
+            assert_eq!(cached, 0, "{case:#}");
+        }
         assert_eq!((&case["good"], &case["findings"]), (&json!(true), &json!([])), "{section:#}");
         assert!(case["bytes"].as_u64().unwrap() > 0, "{case:#}");
         // The state that came, before decode went on with it.
@@ -53,6 +65,10 @@ fn the_quick_part_proves_every_case_and_catches_every_fault() {
         let limit = if exact { 0.0 } else { 1e-4 };
         assert!(case["max_abs_logprob_diff"].as_f64().unwrap() <= limit, "{case:#}");
     }
+    // The text of 896 tokens was computed once, the ten questions about it alone.
+    let questions = 6 * 25 + 54 + 2 * 6 + 9;
+    let once = [11, 896 + questions, 10 * 896];
+    assert_eq!(needles, BTreeMap::from([("bf16", once), ("fp8", once)]));
     let mut caught: Vec<_> = controls
         .iter()
         .map(|(section, case)| {

@@ -95,7 +95,8 @@ fn needles_are_found_in_rows_and_in_state_in_every_layout() {
 fn a_slot_has_one_owner_at_a_time_and_begins_empty() {
     let config = EngineConfig { state_slots: 1, ..config("tp=2", Dtype::F32) };
     let engine = Engine::start(model(Arith::Canonical), &config, Arc::new(NoHandOff)).unwrap();
-    let alone = start("tp=1");
+    let alone = EngineConfig { state_slots: 64, prefix_cache: false, ..config.clone() };
+    let alone = Engine::start(model(Arith::Canonical), &alone, Arc::new(NoHandOff)).unwrap();
     let asked =
         || [state_needle(), text_needle(), ask("nothing was hidden here: \x03K", "?"), state_needle()];
     let running: Vec<_> = asked().map(|(request, _)| engine.generate(request).unwrap()).into();

@@ -33,10 +33,11 @@ impl Handle {
     }
 }
 
-/// The instances of one side, and the model that all of them run.
+/// The instances of one side, and what all of them are told.
 pub(super) struct Side<'a> {
     pub(super) role: &'static str,
     pub(super) layouts: &'a [LayoutSpec],
+    pub(super) engine: &'a EngineArgs,
 }
 
 /// Processes that know each other.
@@ -57,11 +58,10 @@ impl Fleet {
     pub(super) async fn join(
         &mut self,
         sides: [Side<'_>; 2],
-        engine: &EngineArgs,
         model: &Located,
     ) -> Result<[Vec<Handle>; 2], Failure> {
         let mut started = Vec::new();
-        for Side { role, layouts } in &sides {
+        for Side { role, layouts, engine } in &sides {
             for (number, layout) in layouts.iter().enumerate() {
                 let name = format!("{role}-{number}");
                 started.push((self.begin((role, &name), layout, engine, model)?, layout));
@@ -132,9 +132,10 @@ impl Cluster {
     /// Starts the processes and waits until they know each other.
     pub(super) async fn start(args: &DemoArgs, model: &Located) -> Result<Self, Failure> {
         let mut fleet = Fleet::start().await?;
-        let side = |role, layout| Side { role, layouts: std::slice::from_ref(layout) };
+        let engine = &args.engine;
+        let side = |role, layout| Side { role, layouts: std::slice::from_ref(layout), engine };
         let sides = [side("prefill", &args.prefill), side("decode", &args.decode)];
-        let [prefill, decode] = fleet.join(sides, &args.engine, model).await?;
+        let [prefill, decode] = fleet.join(sides, model).await?;
         let one = |side: Vec<Handle>| {
             side.into_iter().next().ok_or_else(|| Failure::new(Blame::Us, "an instance was not started"))
         };

@@ -57,6 +57,12 @@ impl Plan {
         }
     }
 
+    /// The same where the reference may go on from what an earlier prompt of it left, as what it is compared with does.
+    pub(super) fn with_prefix_cache(mut self) -> Self {
+        (self.whole.prefix_cache, self.decode.prefix_cache) = (true, true);
+        self
+    }
+
     /// What the reference is, in words.
     pub(super) fn reference(&self) -> String {
         match self.claim {

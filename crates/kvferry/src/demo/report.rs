@@ -167,6 +167,7 @@ pub(super) struct Outcome {
     /// Of these ids.
     pub(super) logprobs: Vec<f32>,
     pub(super) decode_prompt_tokens_computed: Option<u64>,
+    pub(super) prefill_prompt_tokens_computed: Option<u64>,
     /// Prompt tokens that were not computed by prefill, because their cache was there from an earlier prompt.
     pub(super) prefill_prompt_tokens_cached: Option<u64>,
     /// Prompt tokens that were not moved, because decode had their cache from an earlier prompt.
@@ -221,7 +222,7 @@ impl Outcome {
             find(!as_claimed(state), "state", &|| cache_text("state at hand-off", plan.claim, state));
         }
         let equal = cache.is_equal() && state.as_ref().is_none_or(CacheDiff::is_equal);
-        find(!tokens_equal, "tokens", &|| tokens_text(&generated, &ids(&answer.tokens)));
+        find(!tokens_equal, "tokens", &|| tokens_text("one process has", &generated, &ids(&answer.tokens)));
         let logprobs_ok = match plan.claim {
             Claim::Bits => logprob_bits || !tokens_equal,
             // A difference that is not a number is none that is small.
@@ -246,6 +247,9 @@ impl Outcome {
             logprobs: run.tokens.iter().map(|t| t.logprob).collect(),
             generated,
             decode_prompt_tokens_computed: Some(computed),
+            prefill_prompt_tokens_computed: Some(
+                run.prefill.prompt_tokens.saturating_sub(run.prefill.prompt_tokens_cached),
+            ),
             prefill_prompt_tokens_cached: Some(run.prefill.prompt_tokens_cached),
             decode_prompt_tokens_cached: Some(run.decode.prompt_tokens_cached),
             transfer: Some(transfer),
@@ -257,27 +261,23 @@ impl Outcome {
         }
     }
 
-    /// Compares the beginning of the answer with what is known to be right.
-    pub(super) fn found(run: &Run, answer: &[u32]) -> Self {
-        let generated: Vec<u32> = run.tokens.iter().take(answer.len()).map(|t| t.id).collect();
-        let mut findings: Vec<Finding> = run.missed.map(Finding::missed).into_iter().collect();
-        if generated != answer {
-            findings.push(Finding::new("tokens", tokens_text(&generated, answer)));
+    /// Also says what is wrong when the answer does not begin with what is known to be right.
+    pub(super) fn knowing(mut self, answer: &[u32]) -> Self {
+        if !self.generated.starts_with(answer) {
+            let text = tokens_text("the text says", &self.generated, answer);
+            self.findings.push(Finding::new("answer", text));
         }
-        let transfer = &run.decode.transfer;
-        Self {
-            tokens_equal: generated == answer,
-            generated,
-            transfer: Some(TransferReport {
-                bytes: transfer.bytes,
-                planned_bytes: transfer.planned_bytes,
-                runs: transfer.runs,
-                seconds: transfer.seconds,
-                exposed_seconds: run.prefill.exposed_seconds,
-            }),
-            findings,
-            ..Self::default()
+        self
+    }
+
+    /// Also says what is wrong when prefill had not exactly `expected` tokens of the prompt from earlier ones.
+    pub(super) fn cached(mut self, expected: u64) -> Self {
+        let found = self.prefill_prompt_tokens_cached.unwrap_or(0);
+        if found != expected {
+            let text = format!("prefill had {found} tokens of the prompt from earlier ones, not {expected}");
+            self.findings.push(Finding::new("cached", text));
         }
+        self
     }
 
     /// All prompts together: equal when all are, sums, and the largest difference.
@@ -303,6 +303,7 @@ impl Outcome {
             generated: outcomes().flat_map(|o| o.generated.clone()).collect(),
             logprobs: outcomes().flat_map(|o| o.logprobs.clone()).collect(),
             decode_prompt_tokens_computed: total(|o| o.decode_prompt_tokens_computed),
+            prefill_prompt_tokens_computed: total(|o| o.prefill_prompt_tokens_computed),
             prefill_prompt_tokens_cached: total(|o| o.prefill_prompt_tokens_cached),
             decode_prompt_tokens_cached: total(|o| o.decode_prompt_tokens_cached),
             transfer: outcomes().any(|o| o.transfer.is_some()).then(|| TransferReport {
@@ -385,8 +386,8 @@ fn cache_text(what: &str, claim: Claim, cache: &CacheDiff) -> String {
     }
 }
 
-fn tokens_text(found: &[u32], expected: &[u32]) -> String {
+fn tokens_text(who: &str, found: &[u32], expected: &[u32]) -> String {
     let at = found.iter().zip(expected).position(|(a, b)| a != b).unwrap_or(found.len().min(expected.len()));
     let show = |list: &[u32]| list.get(at).map_or("the end".into(), u32::to_string);
-    format!("generated token {at} is {}, one process has {}", show(found), show(expected))
+    format!("generated token {at} is {}, {who} {}", show(found), show(expected))
 }

@@ -10,9 +10,13 @@ use crate::{
 };
 
 /// Prompt tokens in a step where many steps are wanted: no multiple of a page, and no page is one of it.
-const SMALL: u32 = 48;
+pub(super) const SMALL: u32 = 48;
 /// Prompt tokens in a step where a step is long.
-const LARGE: u32 = 8192;
+pub(super) const LARGE: u32 = 8192;
+
+/// Bytes of the text that needles lie in: whole pages, and in `--quick` few.
+pub(super) const LONG: usize = 32_768;
+pub(super) const SHORT: usize = 896;
 
 /// Whom the prompts of a case are handed to, and how.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -37,8 +41,10 @@ pub(super) struct Case {
 #[derive(Clone, Debug)]
 pub(super) struct Asked {
     pub(super) prompt: Prompt,
-    /// The answer begins so; `None` when it is what one process answers.
+    /// It is what one process answers, and also begins so where that is known.
     pub(super) answer: Option<Vec<u32>>,
+    /// Tokens that prefill has from an earlier prompt and does not compute.
+    pub(super) cached: u64,
 }
 
 /// Cases on the same instances.
@@ -48,6 +54,8 @@ pub(super) struct Section {
     pub(super) kv: Dtype,
     pub(super) arith: ArithArg,
     pub(super) chunk: u32,
+    /// Whether prefill, and the one process too, go on from what earlier prompts left. Decode never does.
+    pub(super) prefixes: bool,
     /// Committed on purpose: then every case has to differ.
     pub(super) fault: Option<InjectArg>,
     pub(super) cases: Vec<Case>,
@@ -67,7 +75,8 @@ impl Section {
 
 impl Case {
     fn new(name: &str, how: How, model: Embedded, lengths: &[usize]) -> Self {
-        let asked = lengths.iter().map(|length| Asked { prompt: noise(model, *length), answer: None });
+        let asked =
+            lengths.iter().map(|length| Asked { prompt: noise(model, *length), answer: None, cached: 0 });
         Self { name: name.to_owned(), how, asked: asked.collect() }
     }
 
@@ -85,7 +94,8 @@ pub(super) fn all(quick: bool) -> Vec<Section> {
     let mut sections = Vec::new();
     for model in models {
         for (arith, kv) in kinds() {
-            let section = |chunk, cases| Section { model, kv, arith, chunk, fault: None, cases };
+            let section =
+                |chunk, cases| Section { model, kv, arith, chunk, prefixes: false, fault: None, cases };
             sections.push(section(SMALL, edges(model)));
             if !quick {
                 let edge = LARGE as usize;
@@ -95,16 +105,16 @@ pub(super) fn all(quick: bool) -> Vec<Section> {
             }
         }
     }
-    if !quick {
-        sections.extend(narrow.map(|(arith, kv)| Section {
-            model: Embedded::NeedleKimi,
-            kv,
-            arith,
-            chunk: LARGE,
-            fault: None,
-            cases: needles::cases(LARGE as usize),
-        }));
-    }
+    let (length, chunk) = if quick { (SHORT, SMALL) } else { (LONG, LARGE) };
+    sections.extend(narrow.map(|(arith, kv)| Section {
+        model: Embedded::NeedleKimi,
+        kv,
+        arith,
+        chunk,
+        prefixes: true,
+        fault: None,
+        cases: needles::cases(length, chunk as usize),
+    }));
     sections.extend(controls());
     sections
 }
@@ -142,6 +152,7 @@ fn controls() -> Vec<Section> {
         kv,
         arith,
         chunk: SMALL,
+        prefixes: false,
         fault: Some(fault),
         cases: vec![Case::new(&name_of(&fault), How::InTurn, model, &[130])],
     })

@@ -7,7 +7,11 @@ mod misfits;
 mod needles;
 mod report;
 
-use std::{collections::HashMap, process::ExitCode, sync::Arc};
+use std::{
+    collections::{HashMap, hash_map::Entry},
+    process::ExitCode,
+    sync::Arc,
+};
 
 use futures_util::future::join_all;
 use indicatif::ProgressBar;
@@ -22,7 +26,7 @@ use super::{
     report::{Finding, Outcome},
 };
 use crate::{
-    args::DemoArgs,
+    args::{DemoArgs, EngineArgs},
     failure::Failure,
     model::{Located, Progress},
     serve::blocking,
@@ -78,7 +82,7 @@ fn section_args(section: &Section, args: &DemoArgs) -> Result<DemoArgs, Failure>
     (args.max_tokens, args.ignore_eos) = (ANSWER, true);
     let engine = &mut args.engine;
     (engine.arith, engine.kv_dtype, engine.chunk) = (section.arith, section.kv, section.chunk);
-    engine.no_prefix_cache = true;
+    engine.no_prefix_cache = !section.prefixes;
     let sequence = |tokens: usize| tokens + ANSWER as usize;
     engine.max_model_len = u32::try_from(sequence(section.longest())).ok();
     // For what one instance has at the same time.
@@ -108,17 +112,20 @@ async fn run_section(
 ) -> Result<Vec<CaseReport>, Failure> {
     let args = section_args(section, args)?;
     let plan = Plan::new(&args);
+    let plan = if section.prefixes { plan.with_prefix_cache() } else { plan };
     let located = Located::Embedded(section.model);
     let (mut decodes, single) = (vec![args.decode.clone()], layout(SINGLE)?);
     if section.several() {
         decodes.push(single.clone());
     }
     let mut fleet = Fleet::start().await?;
+    // Every prompt goes over whole.
+    let receiving = EngineArgs { no_prefix_cache: true, ..args.engine.clone() };
     let sides = [
-        Side { role: "prefill", layouts: std::slice::from_ref(&args.prefill) },
-        Side { role: "decode", layouts: &decodes },
+        Side { role: "prefill", layouts: std::slice::from_ref(&args.prefill), engine: &args.engine },
+        Side { role: "decode", layouts: &decodes, engine: &receiving },
     ];
-    let [prefill, decodes] = fleet.join(sides, &args.engine, &located).await?;
+    let [prefill, decodes] = fleet.join(sides, &located).await?;
     let [prefill] = prefill.as_slice() else {
         return Err(Failure::new(Blame::Us, "one prefill instance was asked for"));
     };
@@ -139,24 +146,28 @@ async fn run_section(
     Ok(reports)
 }
 
-/// What one process answers, by the number of tokens of the prompt.
-async fn answers(section: &Section, args: &DemoArgs, plan: &Plan) -> Result<HashMap<usize, Answer>, Failure> {
-    let asked = section.cases.iter().flat_map(|case| &case.asked);
-    let prompts: HashMap<usize, Prompt> = asked
-        .filter(|asked| asked.answer.is_none())
-        .map(|asked| (asked.prompt.ids.len(), asked.prompt.clone()))
-        .collect();
+/// What one process answers to each prompt. It is asked in another order than prefill, which thus goes on from what was
+/// computed before in some of the cases in which this process computes all, and the other way around.
+async fn answers(section: &Section, args: &DemoArgs, plan: &Plan) -> Result<Answers, Failure> {
+    let asked = section.cases.iter().rev().flat_map(|case| &case.asked);
+    let prompts: Vec<Prompt> = asked.map(|asked| asked.prompt.clone()).collect();
     let (options, plan, model) = (args.engine.load_options(), plan.clone(), section.model);
     blocking(move || {
-        if prompts.is_empty() {
-            return Ok(HashMap::new());
-        }
         let model: Arc<Model> = Model::from_checkpoint(&model.open()?, options)?;
         let reference = plan.start(&model)?;
-        prompts.iter().map(|(tokens, prompt)| Ok((*tokens, reference.run(prompt, |_| ())?))).collect()
+        let mut answers = Answers::new();
+        for prompt in prompts {
+            if let Entry::Vacant(vacant) = answers.entry(prompt.ids.clone()) {
+                vacant.insert(reference.run(&prompt, |_| ())?);
+            }
+        }
+        Ok(answers)
     })
     .await
 }
+
+/// By the ids of the prompt.
+type Answers = HashMap<Vec<u32>, Answer>;
 
 /// The instances of a section and what is right.
 struct World<'a> {
@@ -165,7 +176,7 @@ struct World<'a> {
     prefill: &'a Handle,
     decodes: &'a [Handle],
     misfits: &'a [Misfit],
-    answers: &'a HashMap<usize, Answer>,
+    answers: &'a Answers,
 }
 
 impl World<'_> {
@@ -209,10 +220,13 @@ impl World<'_> {
             Ok(run) => run,
             Err(problem) => return Outcome::failed(Finding::hand_off(&problem)),
         };
-        match (&asked.answer, self.answers.get(&asked.prompt.ids.len())) {
-            (Some(answer), _) => Outcome::found(&run, answer),
-            (None, Some(answer)) => Outcome::compare(self.plan, &run, answer),
-            (None, None) => Outcome::failed(Finding::no_reference()),
+        let Some(answer) = self.answers.get(&asked.prompt.ids) else {
+            return Outcome::failed(Finding::no_reference());
+        };
+        let outcome = Outcome::compare(self.plan, &run, answer).cached(asked.cached);
+        match &asked.answer {
+            Some(known) => outcome.knowing(known),
+            None => outcome,
         }
     }
 }

@@ -25,6 +25,9 @@ const TOKENS: usize = 24;
 pub(super) struct CaseReport {
     name: String,
     prompt_tokens: Vec<usize>,
+    /// Tokens of prompts that prefill computed, and those that it had from earlier prompts.
+    prompt_tokens_computed: u64,
+    prompt_tokens_cached: u64,
     /// What was moved.
     bytes: Bytes,
     /// State as it arrived, where it was compared.
@@ -50,6 +53,8 @@ impl CaseReport {
         refused: Vec<Refused>,
     ) -> Self {
         let bytes = outcomes.iter().filter_map(|o| o.transfer.as_ref()).map(|t| t.bytes.0).sum();
+        let computed = outcomes.iter().filter_map(|o| o.prefill_prompt_tokens_computed).sum();
+        let cached = outcomes.iter().filter_map(|o| o.prefill_prompt_tokens_cached).sum();
         let diff = outcomes.iter().filter_map(|o| o.max_abs_logprob_diff).reduce(f32::max);
         let state = CacheReport::sum(outcomes.iter().map(|o| o.state));
         let findings: Vec<Finding> = outcomes.into_iter().flat_map(|o| o.findings).collect();
@@ -61,6 +66,8 @@ impl CaseReport {
         Self {
             name: case.name.clone(),
             prompt_tokens: case.lengths().collect(),
+            prompt_tokens_computed: computed,
+            prompt_tokens_cached: cached,
             bytes: Bytes(bytes),
             state,
             refused,
@@ -88,7 +95,11 @@ impl CaseReport {
         let tokens: Vec<_> = self.prompt_tokens.iter().map(ToString::to_string).collect();
         let look = if self.good { Look::Good } else { Look::Bad };
         let verdict = styled(look, self.verdict());
-        terminal::line(format_args!("  {:NAME$}{:TOKENS$}{verdict}", self.name, tokens.join(" ")));
+        let computed = match self.prompt_tokens_cached {
+            0 => String::new(),
+            _ => format!(", {} computed", self.prompt_tokens_computed),
+        };
+        terminal::line(format_args!("  {:NAME$}{:TOKENS$}{verdict}{computed}", self.name, tokens.join(" ")));
         let shown = if self.good { 0 } else { 3 };
         for finding in self.findings.iter().take(shown) {
             terminal::paragraph(format!("{}: {}", styled(Look::Bad, "finding"), finding.text), 4);

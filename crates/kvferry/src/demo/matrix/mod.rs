@@ -133,8 +133,9 @@ impl Subject {
         let plan = Plan::new(&args);
         let answers = self.answers(&args, plan.clone()).await?;
         let mut fleet = Fleet::start().await?;
-        let sides = ["prefill", "decode"].map(|role| Side { role, layouts: &self.layouts });
-        let [prefill, decode] = fleet.join(sides, &args.engine, &self.located).await?;
+        let sides =
+            ["prefill", "decode"].map(|role| Side { role, layouts: &self.layouts, engine: &args.engine });
+        let [prefill, decode] = fleet.join(sides, &self.located).await?;
         // Neighbours in this order have no instance in common.
         let count = prefill.len();
         let pairs = (0..count).flat_map(|shift| (0..count).map(move |from| (from, (from + shift) % count)));
