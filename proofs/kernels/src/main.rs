@@ -3,6 +3,8 @@
 //! `cargo run --release --manifest-path proofs/kernels/Cargo.toml`
 #![allow(clippy::print_stdout, reason = "a benchmark prints")]
 
+mod delta;
+
 use std::time::Instant;
 
 use kvferry_engine::math::{
@@ -125,4 +127,7 @@ fn main() {
     for (m, tokens) in [(3, 256), (3, 2048), (192, 256), (192, 2048), (192, 8192)] {
         attention(m, tokens);
     }
+    delta::compare::<32>();
+    delta::compare::<64>();
+    delta::compare::<128>();
 }
