@@ -19,6 +19,17 @@ use crate::{
     scheduler::{Command, Scheduler},
 };
 
+/// The form of steps that hold nothing but next tokens of requests that generate. Both give the same bits.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum DecodeBatch {
+    /// Padded to one of a few captured numbers of rows, in memory that is taken at the start. Other steps, and those with
+    /// more requests than the largest shape has rows, are eager.
+    Fixed,
+    /// As many rows as there are requests.
+    #[default]
+    Eager,
+}
+
 /// How an engine is laid out and how much it may hold.
 #[derive(Clone, Debug, PartialEq)]
 pub struct EngineConfig {
@@ -42,6 +53,8 @@ pub struct EngineConfig {
     /// a model with state per request a prompt goes on where a state was stored: at the last whole block of an earlier prompt,
     /// where earlier prompts parted, and where else a step ended and a slot was free.
     pub prefix_cache: bool,
+    /// Form of steps that only generate.
+    pub decode_batch: DecodeBatch,
     /// Arithmetic that is wrong on purpose, for negative controls.
     pub fault: Option<Fault>,
 }
@@ -57,6 +70,7 @@ impl Default for EngineConfig {
             state_slots: 64,
             max_queued: 1024,
             prefix_cache: true,
+            decode_batch: DecodeBatch::default(),
             fault: None,
         }
     }
@@ -92,8 +106,17 @@ pub struct EngineStats {
     pub decoding: u32,
     /// Requests that are over but whose pages are kept until they are released.
     pub finished: u32,
-    /// Threads of the engine: the scheduler, and one per rank during a step of several ranks.
+    /// Threads of the engine: the scheduler, and one per rank where there are several.
     pub threads: u32,
+    /// Steps of a captured shape ([`DecodeBatch::Fixed`]) so far.
+    pub steps_fixed: u64,
+    /// All other steps so far.
+    pub steps_eager: u64,
+    /// Rows that padded steps to their captured shape, so far.
+    pub rows_padding: u64,
+    /// Memory that all ranks compute in, in bytes: that of the captured shapes, or what the largest step so far has
+    /// needed.
+    pub workspace_bytes: u64,
 }
 
 /// A running engine. Dropping it ends the scheduler; requests that are under way fail with

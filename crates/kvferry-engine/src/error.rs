@@ -61,6 +61,17 @@ pub enum EngineError {
         /// Its last words.
         reason: String,
     },
+    /// A step of fixed shape needs more memory than was captured for it; the requests of that step are lost.
+    #[error(
+        "a step of fixed shape needs {wanted} bytes where {held} were captured; this is a defect, please report it \
+         (`--decode-batch eager` does without)"
+    )]
+    Captured {
+        /// Bytes needed.
+        wanted: usize,
+        /// Bytes captured.
+        held: usize,
+    },
     /// Memory for the pool could not be had or addressed.
     #[error("KV pool: {0}")]
     Pool(String),
@@ -87,7 +98,7 @@ impl EngineError {
             | Self::RoomState { .. }
             | Self::Range { .. } => Blame::Caller,
             Self::QueueFull { .. } | Self::Pool(_) | Self::Thread(_) | Self::Stopped => Blame::Environment,
-            Self::Rank { .. } => Blame::Us,
+            Self::Rank { .. } | Self::Captured { .. } => Blame::Us,
         }
     }
 }

@@ -2,7 +2,7 @@
 //! laptop.
 //!
 //! A [`Model`] is loaded once and shared. An [`Engine`] runs it in a layout (`tp`, `dcp`, page size ...): every rank
-//! has its own pool, a [`kvferry_arena::Arena`], and its own share of the work; ranks are threads of one step. One
+//! has its own pool, a [`kvferry_arena::Arena`], and its own share of the work; ranks are threads. One
 //! scheduler thread owns pages and requests. Requests come whole ([`Engine::generate`]), or split over two
 //! engines: [`Engine::prefill`] computes a prompt and reports every chunk to a [`HandOff`];
 //! [`Engine::reserve`] and [`Engine::decode`] continue a prompt whose cache was put into the pool from outside.
@@ -45,6 +45,7 @@ mod lease;
 mod limits;
 mod mailbox;
 pub mod math;
+mod meeting;
 mod model;
 mod pages;
 mod pool;
@@ -59,7 +60,7 @@ pub mod tokenizer;
 mod voice;
 mod weights;
 
-pub use engine::{Engine, EngineConfig, EngineStats};
+pub use engine::{DecodeBatch, Engine, EngineConfig, EngineStats};
 pub use error::EngineError;
 pub use fault::Fault;
 pub use handoff::{FirstToken, HandOff, NoHandOff};

@@ -1,7 +1,7 @@
 //! One rank's KV pool: rows of an arena, addressed by point queries to placement and page table. Independent of the
 //! planner on purpose, so that the engine can check what a hand-off did.
 
-use std::sync::Arc;
+use std::{mem::size_of, sync::Arc};
 
 use kvferry_arena::{Arena, Memory};
 use kvferry_plan::{
@@ -52,11 +52,34 @@ pub(crate) struct RowBuffer {
     rows: usize,
 }
 
-/// Elements on their way from a pool, as it keeps them.
+/// Elements on their way to or from a pool, as it keeps them; a scratch to reuse.
 #[derive(Debug, Default)]
-struct Narrow {
+pub(crate) struct Narrow {
     halves: Vec<u16>,
     bytes: Vec<u8>,
+}
+
+impl Narrow {
+    /// Takes the memory for `elems` elements of any type.
+    pub(crate) fn reserve(&mut self, elems: usize) {
+        self.halves.reserve(elems.saturating_sub(self.halves.len()));
+        self.bytes.reserve(elems.saturating_sub(self.bytes.len()));
+    }
+
+    /// Memory held, in bytes.
+    pub(crate) fn bytes(&self) -> usize {
+        self.halves.capacity() * size_of::<u16>() + self.bytes.capacity()
+    }
+
+    fn halves(&mut self, elems: usize) -> &mut [u16] {
+        self.halves.resize(elems, 0);
+        &mut self.halves
+    }
+
+    fn bytes_of(&mut self, elems: usize) -> &mut [u8] {
+        self.bytes.resize(elems, 0);
+        &mut self.bytes
+    }
 }
 
 impl RowBuffer {
@@ -64,6 +87,11 @@ impl RowBuffer {
     /// length is a multiple of the stride whatever the offset.
     pub(crate) fn from(&self, offset: usize) -> &[f32] {
         self.values.get(offset..offset + self.rows * self.stride).unwrap_or(&[])
+    }
+
+    /// Memory held, in bytes.
+    pub(crate) fn bytes(&self) -> usize {
+        self.values.capacity() * size_of::<f32>() + self.narrow.bytes()
     }
 
     /// Elements from one row to the next.
@@ -115,6 +143,31 @@ impl Pool {
             .map_err(|_| EngineError::Pool("more rows than memory".into()))
     }
 
+    /// As [`Pool::owned`], of the rank that holds the most.
+    pub(crate) fn most(&self, part: Part, end: u64) -> Result<usize, EngineError> {
+        // Tokens are dealt from class 0 on.
+        usize::try_from(self.held(part)?.layout.tokens.owned(Token(end), 0))
+            .map_err(|_| EngineError::Pool("more rows than memory".into()))
+    }
+
+    /// Elements of the longest row or whole state that is stored at once.
+    pub(crate) fn largest(&self) -> usize {
+        let elems = |held: &Held| match held.layout.part.is_state() {
+            true => held.elems * held.layout.page_size as usize,
+            false => held.elems,
+        };
+        self.held.iter().map(elems).max().unwrap_or(0)
+    }
+
+    /// Takes the memory that reading `rows` rows needs.
+    pub(crate) fn reserve(&self, part: Part, rows: usize, into: &mut RowBuffer) -> Result<(), EngineError> {
+        let held = self.held(part)?;
+        let page = held.layout.page_size as usize;
+        into.values.reserve(((rows + 1) * held.elems).saturating_sub(into.values.len()));
+        into.narrow.reserve(rows.min(page) * held.elems);
+        Ok(())
+    }
+
     /// Whether this rank holds `token`.
     pub(crate) fn owns(&self, part: Part, token: u64) -> Result<bool, EngineError> {
         let held = self.held(part)?;
@@ -145,6 +198,7 @@ impl Pool {
         table: &PageTable,
         token: u64,
         values: &[f32],
+        narrow: &mut Narrow,
     ) -> Result<(), EngineError> {
         let held = self.held(at.1)?;
         let local = held
@@ -156,21 +210,27 @@ impl Pool {
             return Err(EngineError::Pool(format!("{} elements for rows of {}", values.len(), held.elems)));
         }
         let offset = self.offset(at, held, table, local)?;
-        self.store(held, offset, values)
+        self.store(held, offset, values, narrow)
     }
 
-    fn store(&self, held: &Held, offset: Bytes, values: &[f32]) -> Result<(), EngineError> {
+    fn store(
+        &self,
+        held: &Held,
+        offset: Bytes,
+        values: &[f32],
+        narrow: &mut Narrow,
+    ) -> Result<(), EngineError> {
         match held.layout.dtype {
             Dtype::F32 => self.arena.write(offset, bytemuck::cast_slice(values)).map_err(EngineError::from),
             Dtype::Bf16 => {
-                let mut narrow = vec![0_u16; values.len()];
-                narrow_bf16(values, &mut narrow);
-                self.arena.write(offset, bytemuck::cast_slice(&narrow)).map_err(EngineError::from)
+                let narrow = narrow.halves(values.len());
+                narrow_bf16(values, narrow);
+                self.arena.write(offset, bytemuck::cast_slice(narrow)).map_err(EngineError::from)
             }
             Dtype::Fp8E4m3 => {
-                let mut narrow = vec![0_u8; values.len()];
-                narrow_fp8(values, &mut narrow);
-                self.arena.write(offset, &narrow).map_err(EngineError::from)
+                let narrow = narrow.bytes_of(values.len());
+                narrow_fp8(values, narrow);
+                self.arena.write(offset, narrow).map_err(EngineError::from)
             }
             other => Err(EngineError::Layout(format!("kv={other} is not built yet"))),
         }
@@ -188,15 +248,15 @@ impl Pool {
                 self.arena.read(offset, bytemuck::cast_slice_mut(values)).map_err(EngineError::from)
             }
             Dtype::Bf16 => {
-                narrow.halves.resize(values.len(), 0);
-                self.arena.read(offset, bytemuck::cast_slice_mut(&mut narrow.halves))?;
-                widen_bf16(&narrow.halves, values);
+                let narrow = narrow.halves(values.len());
+                self.arena.read(offset, bytemuck::cast_slice_mut(narrow))?;
+                widen_bf16(narrow, values);
                 Ok(())
             }
             Dtype::Fp8E4m3 => {
-                narrow.bytes.resize(values.len(), 0);
-                self.arena.read(offset, &mut narrow.bytes)?;
-                widen_fp8(&narrow.bytes, values);
+                let narrow = narrow.bytes_of(values.len());
+                self.arena.read(offset, narrow)?;
+                widen_fp8(narrow, values);
                 Ok(())
             }
             other => Err(EngineError::Layout(format!("kv={other} is not built yet"))),
@@ -204,19 +264,24 @@ impl Pool {
     }
 
     /// Rounds values to what the pool keeps of them.
-    pub(crate) fn round(&self, part: Part, values: &mut [f32]) -> Result<(), EngineError> {
+    pub(crate) fn round(
+        &self,
+        part: Part,
+        values: &mut [f32],
+        narrow: &mut Narrow,
+    ) -> Result<(), EngineError> {
         match self.held(part)?.layout.dtype {
             Dtype::F32 => Ok(()),
             Dtype::Bf16 => {
-                let mut narrow = vec![0_u16; values.len()];
-                narrow_bf16(values, &mut narrow);
-                widen_bf16(&narrow, values);
+                let narrow = narrow.halves(values.len());
+                narrow_bf16(values, narrow);
+                widen_bf16(narrow, values);
                 Ok(())
             }
             Dtype::Fp8E4m3 => {
-                let mut narrow = vec![0_u8; values.len()];
-                narrow_fp8(values, &mut narrow);
-                widen_fp8(&narrow, values);
+                let narrow = narrow.bytes_of(values.len());
+                narrow_fp8(values, narrow);
+                widen_fp8(narrow, values);
                 Ok(())
             }
             other => Err(EngineError::Layout(format!("kv={other} is not built yet"))),
@@ -238,10 +303,11 @@ impl Pool {
         at: (LayerId, Part),
         slot: SlotId,
         values: &[f32],
+        narrow: &mut Narrow,
     ) -> Result<(), EngineError> {
         let (held, offset) = self.slot(at, slot)?;
         held.whole(values.len())?;
-        self.store(held, offset, values)
+        self.store(held, offset, values, narrow)
     }
 
     /// Reads what [`Pool::write_state`] stored, or a hand-off brought.
@@ -250,10 +316,11 @@ impl Pool {
         at: (LayerId, Part),
         slot: SlotId,
         values: &mut [f32],
+        narrow: &mut Narrow,
     ) -> Result<(), EngineError> {
         let (held, offset) = self.slot(at, slot)?;
         held.whole(values.len())?;
-        self.fetch(held, offset, values, &mut Narrow::default())
+        self.fetch(held, offset, values, narrow)
     }
 
     /// Copies all state in a slot to another, as it lies.

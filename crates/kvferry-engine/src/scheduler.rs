@@ -125,6 +125,11 @@ impl Scheduler {
 
     /// Works until it is told to stop.
     pub(crate) fn run(mut self) {
+        // Here, not where the engine is started: a rank alone works on this thread. A step would try again.
+        if let Err(error) = self.forward.capture() {
+            tracing::error!(%error, "the shapes of decode steps were not captured");
+        }
+        self.publish();
         loop {
             let working =
                 self.jobs.values().any(|job| matches!(job.state, State::Prefilling | State::Decoding));
@@ -353,7 +358,10 @@ impl Scheduler {
             return;
         }
         match self.forward.step(&pieces) {
-            Ok(outcomes) => ids.into_iter().zip(outcomes).for_each(|(id, outcome)| self.take(id, &outcome)),
+            Ok(outcomes) => {
+                ids.into_iter().zip(outcomes.iter()).for_each(|(id, outcome)| self.take(id, &outcome));
+                self.forward.reuse(outcomes);
+            }
             Err(error) => {
                 tracing::error!(%error, requests = ids.len(), "a step failed");
                 ids.into_iter().for_each(|id| self.fail(id, &error));
@@ -362,7 +370,7 @@ impl Scheduler {
     }
 
     /// Takes what a step brought for one request.
-    fn take(&mut self, id: JobId, outcome: &Outcome) {
+    fn take(&mut self, id: JobId, outcome: &Outcome<'_>) {
         let Some(job) = self.jobs.get_mut(&id) else { return };
         if !outcome.in_range {
             self.fail(id, &EngineError::Range { what: "this model's activations" });
@@ -374,7 +382,7 @@ impl Scheduler {
             self.handoff.chunk(key, outcome.computed);
         }
         Self::store(&mut self.pages, &self.forward, job);
-        let Some(logits) = &outcome.logits else { return };
+        let Some(logits) = outcome.logits else { return };
         let token = match sample(logits, &job.sampling, job.generated.len() as u64) {
             Ok(choice) => FirstToken {
                 id: choice.id,
@@ -495,6 +503,7 @@ impl Scheduler {
             u32::try_from(self.jobs.values().filter(|job| job.state == state).count()).unwrap_or(u32::MAX)
         };
         let (ranks, slots) = (self.forward.placement().ranks(), self.forward.slots());
+        let steps = self.forward.steps();
         let stats = EngineStats {
             pages_total: self.pages.total(),
             pages_free: self.pages.free(),
@@ -510,6 +519,10 @@ impl Scheduler {
             decoding: count(State::Decoding),
             finished: count(State::Finished),
             threads: 1 + if ranks > 1 { ranks } else { 0 },
+            steps_fixed: steps.fixed,
+            steps_eager: steps.eager,
+            rows_padding: steps.padding,
+            workspace_bytes: self.forward.workspace() as u64,
         };
         *self.stats.lock().unwrap_or_else(PoisonError::into_inner) = stats;
     }

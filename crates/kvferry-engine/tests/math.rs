@@ -287,12 +287,12 @@ impl Case {
         }
         let sum = |(mut scores, values): (Scores, ValueRows)| {
             let mut sums = AttentionSums::new();
-            scores.sums(&max, &values, &mut sums);
+            scores.sums(0, &max, &values, &mut sums);
             sums
         };
         let sums: Vec<AttentionSums> = parts.into_iter().map(sum).collect();
         let mut out = vec![0.0; m * self.dv];
-        let overflow = AttentionSums::finish(&sums.iter().collect::<Vec<_>>(), 0..m, &mut out);
+        let overflow = AttentionSums::finish(&sums, 0..m, &mut out);
         (out, overflow.rows().to_vec())
     }
 
@@ -306,12 +306,12 @@ impl Case {
             scores.compute(&self.q, &KeyPanels::from_rows(&k, self.d), &visible);
             let (mut out, mut lse) = (vec![9.0; m * self.dv], vec![9.0; m]);
             let values = ValueRows::from_rows(&v, self.dv, Arith::Fast);
-            bad.extend_from_slice(scores.attend(&values, &mut out, &mut lse).rows());
+            bad.extend_from_slice(scores.attend(0, &values, &mut out, &mut lse).rows());
             parts.push((out, lse));
         }
         let parts: Vec<(&[f32], &[f32])> = parts.iter().map(|(o, l)| (&o[..], &l[..])).collect();
         let (mut out, mut lse) = (vec![0.0; m * self.dv], vec![0.0; m]);
-        merge_lse(&parts, self.dv, &mut out, &mut lse);
+        merge_lse(parts.iter().copied(), self.dv, &mut out, &mut lse);
         (out, bad)
     }
 
@@ -495,7 +495,7 @@ fn merging_follows_the_recorded_vectors() {
             outs.chunks_exact(rows * dim).zip(lses.chunks_exact(rows)).collect();
         assert_eq!(parts.len(), n);
         let (mut out, mut lse) = (vec![0.0; rows * dim], vec![0.0; rows]);
-        merge_lse(&parts, dim, &mut out, &mut lse);
+        merge_lse(parts.iter().copied(), dim, &mut out, &mut lse);
         let mut seen = 0;
         for result in case["result"].as_array().unwrap() {
             let own = heads / n;
@@ -523,9 +523,9 @@ fn parts_without_weight_are_not_read() {
     let good = [1.0, 2.0];
     let (mut out, mut lse) = ([5.0; 2], [5.0]);
     for weightless in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
-        merge_lse(&[(&nan, &[weightless]), (&good, &[-200.0])], 2, &mut out, &mut lse);
+        merge_lse([(&nan[..], &[weightless][..]), (&good, &[-200.0])].into_iter(), 2, &mut out, &mut lse);
         assert_eq!((out, lse), (good, [-200.0]));
-        merge_lse(&[(&nan, &[weightless])], 2, &mut out, &mut lse);
+        merge_lse([(&nan[..], &[weightless][..])].into_iter(), 2, &mut out, &mut lse);
         assert_eq!((out, lse), ([0.0; 2], [f32::NEG_INFINITY]));
     }
 }

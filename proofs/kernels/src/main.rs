@@ -92,21 +92,27 @@ fn attention(m: usize, tokens: usize) {
     let (mut out, mut lse) = (vec![0.0; m * d], vec![0.0; m]);
     let mut sums = AttentionSums::new();
 
-    let first = time(|| scores.compute(&q, &keys, &visible));
+    let first = time(|| {
+        scores.clear();
+        scores.compute(&q, &keys, &visible);
+    });
     let max = scores.max().to_vec();
     let mut canonical = |v: &[f32]| {
         let values = ValueRows::from_rows(v, d, Arith::Canonical);
         let both = time(|| {
+            scores.clear();
             scores.compute(&q, &keys, &visible);
-            scores.sums(&max, &values, &mut sums);
+            sums.clear();
+            scores.sums(0, &max, &values, &mut sums);
         });
         both - first
     };
     let (e, a) = (canonical(&v), canonical(&large));
     let values = ValueRows::from_rows(&v, d, Arith::Fast);
     let fast = time(|| {
+        scores.clear();
         scores.compute(&q, &keys, &visible);
-        assert!(scores.attend(&values, &mut out, &mut lse).is_clear());
+        assert!(scores.attend(0, &values, &mut out, &mut lse).is_clear());
     }) - first;
     println!(
         "attention {m:3} rows, {tokens} tokens: scores {:.1} us, then fast {:.1} us, E {:.2}x, A {:.2}x; whole E {:.2}x",

@@ -5,106 +5,249 @@ use std::ops::Range;
 
 use kvferry_plan::{LayerId, Part};
 
-use super::{batch::Block, rank::Rank};
+use super::{
+    batch::{Block, SCORES},
+    meetings::Attended,
+    rank::Rank,
+    space::Account,
+};
 use crate::{
-    EngineError, Fault,
+    EngineError, Fault, Model,
     math::{Arith, AttentionSums, KeyPanels, Scores, ValueRows, merge_lse, merge_max},
+    meeting::RankError,
     pool::RowBuffer,
-    ranks::RankError,
 };
 
 /// How keys and values lie in the rows of the cache.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Kv {
     /// The part that holds the keys.
-    pub(super) key: Part,
+    key: Part,
     /// First element of a head's key within the head's elements.
-    pub(super) key_offset: usize,
+    key_offset: usize,
     /// Elements of a key.
-    pub(super) key_dim: usize,
+    key_dim: usize,
     /// The part that holds the values, from a head's first element on.
-    pub(super) value: Part,
+    value: Part,
     /// Elements of a value.
-    pub(super) value_dim: usize,
+    value_dim: usize,
     /// Query heads that read one KV head.
-    pub(super) heads_per_kv: usize,
+    heads_per_kv: usize,
 }
 
-/// The cache of one piece on this rank, ready for the kernels.
-#[derive(Debug)]
-struct Loaded {
-    piece: usize,
-    tokens: usize,
-    keys: Vec<KeyPanels>,
-    values: Vec<ValueRows>,
+impl Kv {
+    /// How a model's attention caches them.
+    pub(super) fn of(model: &Model) -> Self {
+        let config = model.config();
+        match model.mla() {
+            Some(mla) => {
+                // With nothing position-free in a head, its key is the rotary part alone.
+                let key_offset = if mla.nope == 0 { mla.lora } else { 0 };
+                Self {
+                    key: Part::Latent,
+                    key_offset,
+                    key_dim: mla.lora + mla.rope - key_offset,
+                    value: Part::Latent,
+                    value_dim: mla.lora,
+                    heads_per_kv: mla.heads,
+                }
+            }
+            None => Self {
+                key: Part::Key,
+                key_offset: 0,
+                key_dim: config.head_dim,
+                value: Part::Value,
+                value_dim: config.head_dim,
+                heads_per_kv: config.group(),
+            },
+        }
+    }
 }
 
-/// Memory that is used again from layer to layer.
+/// The cache of one span on this rank, head by head, ready for the kernels.
 #[derive(Debug)]
-pub(super) struct Scratch {
+struct Loaded<T> {
+    span: Option<usize>,
+    heads: Vec<T>,
+}
+
+impl<T> Default for Loaded<T> {
+    fn default() -> Self {
+        Self { span: None, heads: Vec::new() }
+    }
+}
+
+/// Memory of attention. One span's cache is in it at a time.
+#[derive(Debug)]
+pub(super) struct Buffers {
     arith: Arith,
+    blocks: Vec<Block>,
+    /// Runs of blocks.
+    meetings: Vec<Range<usize>>,
     rows: RowBuffer,
-    /// The first `live` of them are loaded.
-    loaded: Vec<Loaded>,
-    live: usize,
-    scores: Vec<Scores>,
+    /// Whose rows these are, and of what part.
+    rows_of: Option<(usize, Part)>,
+    keys: Loaded<KeyPanels>,
+    values: Loaded<ValueRows>,
+    scores: Scores,
+    visible: Vec<usize>,
     q: Vec<f32>,
+    largest: Vec<f32>,
+    sums: AttentionSums,
+    attended: Attended,
+    /// The result: this rank's own heads, `[own heads][rows][value_dim]`.
+    pub(super) out: Vec<f32>,
 }
 
-impl Scratch {
+impl Buffers {
     pub(super) fn new(arith: Arith) -> Self {
         Self {
             arith,
+            blocks: Vec::new(),
+            meetings: Vec::new(),
             rows: RowBuffer::default(),
-            loaded: Vec::new(),
-            live: 0,
-            scores: Vec::new(),
+            rows_of: None,
+            keys: Loaded::default(),
+            values: Loaded::default(),
+            scores: Scores::new(),
+            visible: Vec::new(),
             q: Vec::new(),
+            largest: Vec::new(),
+            sums: AttentionSums::new(),
+            attended: Attended::default(),
+            out: Vec::new(),
         }
+    }
+
+    /// What is loaded is of another layer.
+    fn forget(&mut self) {
+        (self.rows_of, self.keys.span, self.values.span) = (None, None, None);
     }
 }
 
 /// A block's place in the work of this rank.
-struct Placed<'b> {
-    block: &'b Block,
+struct Placed {
     /// The group's query heads that read the block's KV head, counted from the group's first.
     group: Range<usize>,
     /// Those of them that are this rank's own, likewise.
     own: Range<usize>,
+    /// Batch rows.
+    rows: Range<usize>,
 }
 
-impl Placed<'_> {
+impl Placed {
     /// Score rows `[heads][rows]`: those of this rank's own heads.
     fn own_rows(&self) -> Range<usize> {
-        let rows = self.block.rows.len();
+        let rows = self.rows.len();
         (self.own.start - self.group.start) * rows..(self.own.end - self.group.start) * rows
     }
 
     fn count(&self) -> usize {
-        self.group.len() * self.block.rows.len()
+        self.group.len() * self.rows.len()
+    }
+
+    /// The batch row of a score row.
+    fn row(&self, score_row: usize) -> usize {
+        self.rows.start + score_row % self.rows.len().max(1)
     }
 }
 
 impl Rank<'_> {
-    /// Attention of the group's queries `q[group heads][rows][key_dim]`, rotated and scaled, over the cache of
-    /// `layer` on all ranks of the group. Returns this rank's own heads, `[own heads][rows][value_dim]`.
-    pub(super) fn attend(&mut self, layer: LayerId, kv: &Kv, q: &[f32]) -> Result<Vec<f32>, RankError> {
-        let rows = self.batch.rows();
-        let mut out = vec![0.0; self.share.heads.len() * rows * kv.value_dim];
-        self.scratch.live = 0;
-        for meeting in self.batch.meetings(self.share.kv_heads.len(), kv.heads_per_kv, self.dcp) {
-            let placed: Vec<Placed<'_>> = meeting.iter().map(|block| self.place(block, kv)).collect();
-            self.load(layer, kv, &meeting)?;
-            self.score(kv, q, &placed)?;
-            match self.model.arith() {
-                Arith::Canonical => self.meet_on_the_grid(kv, &placed, &mut out)?,
-                Arith::Fast => self.meet_by_weight(kv, &placed, &mut out)?,
-            }
-        }
-        Ok(out)
+    /// Finds the blocks of this step, the same in every layer.
+    pub(super) fn plan(&self, kv: &Kv, b: &mut Buffers, account: &Account) -> Result<(), EngineError> {
+        let heads = (self.share.kv_heads.len(), kv.heads_per_kv);
+        let most = |span: &super::batch::Span| self.pool.most(kv.key, span.context());
+        self.batch.meetings(heads, self.dcp, most, (&mut b.blocks, &mut b.meetings), account)
     }
 
-    fn place<'b>(&self, block: &'b Block, kv: &Kv) -> Placed<'b> {
+    /// Takes the memory for a next token of each of as many requests as the batch has rows, all of them as long as they
+    /// may be.
+    pub(super) fn reserve_attention(
+        &self,
+        kv: &Kv,
+        b: &mut Buffers,
+        account: &Account,
+    ) -> Result<(), EngineError> {
+        let rows = self.batch.rows();
+        let (group, kv_heads) = (self.share.group_heads.len(), self.share.kv_heads.len());
+        let tokens = self.pool.most(kv.key, self.longest)?;
+        let all = rows * group;
+        let scores = (all * tokens).min(SCORES).max(kv.heads_per_kv * tokens);
+        let dims = (kv.key_dim, kv.value_dim);
+        account.cleared(&mut b.blocks, rows * kv_heads)?;
+        account.cleared(&mut b.meetings, rows * kv_heads)?;
+        account.note(&mut b.scores, |scratch| scratch.reserve(rows * kv_heads, all, scores, dims))?;
+        account.cleared(&mut b.visible, group)?;
+        account.cleared(&mut b.q, group * kv.key_dim)?;
+        account.cleared(&mut b.largest, all)?;
+        account.note(&mut b.sums, |sums| sums.reserve(all, kv.value_dim))?;
+        let whole = |attended: &mut Attended| {
+            account.cleared(&mut attended.out, all * kv.value_dim)?;
+            account.cleared(&mut attended.lse, all).map(|_| ())
+        };
+        whole(&mut b.attended)?;
+        self.member.group().sums.prepare(whole)?;
+        self.member.group().weighted.prepare(whole)?;
+        for part in [kv.key, kv.value] {
+            account.note(&mut b.rows, |buffer| self.pool.reserve(part, tokens, buffer))??;
+        }
+        account.note(&mut b.keys.heads, |heads| heads.resize_with(kv_heads, KeyPanels::default))?;
+        for keys in &mut b.keys.heads {
+            account.note(keys, |keys| keys.reserve(tokens, kv.key_dim))?;
+        }
+        account.note(&mut b.values.heads, |heads| heads.resize_with(kv_heads, || ValueRows::new(b.arith)))?;
+        for values in &mut b.values.heads {
+            account.note(values, |values| values.reserve(tokens, kv.value_dim))?;
+        }
+        Ok(())
+    }
+
+    /// Attention of the queries `q` of this rank's own heads, `[own heads][rows][key_dim]`, rotated and scaled, over the
+    /// cache of `layer` on all ranks of the head group. The result is in the buffers.
+    pub(super) fn attend(
+        &self,
+        layer: LayerId,
+        q: &mut Vec<f32>,
+        b: &mut Buffers,
+        (account, bad): (&Account, &mut Vec<usize>),
+    ) -> Result<(), RankError> {
+        let kv = &Kv::of(self.model);
+        account.zeroed(&mut b.out, self.share.heads.len() * self.batch.rows() * kv.value_dim)?;
+        if self.dcp <= 1 {
+            return self.attend_all(layer, kv, q, b, (account, bad));
+        }
+        let gather = |parts: &mut [Vec<f32>], whole: &mut Vec<f32>| {
+            let whole = account.cleared(whole, parts.iter().map(Vec::len).sum())?;
+            parts.iter().for_each(|part| whole.extend_from_slice(part));
+            Ok(())
+        };
+        let group = self.member.group();
+        group
+            .queries
+            .meet(self.member.in_group(), q, gather, |q| self.attend_all(layer, kv, q, b, (account, bad)))?
+    }
+
+    /// As [`Self::attend`], of all heads of the group.
+    fn attend_all(
+        &self,
+        layer: LayerId,
+        kv: &Kv,
+        q: &[f32],
+        b: &mut Buffers,
+        (account, bad): (&Account, &mut Vec<usize>),
+    ) -> Result<(), RankError> {
+        b.forget();
+        for number in 0..b.meetings.len() {
+            let meeting = b.meetings[number].clone();
+            match b.arith {
+                Arith::Canonical => self.meet_on_the_grid((layer, kv), q, meeting, b, (account, bad))?,
+                Arith::Fast => self.meet_by_weight((layer, kv), q, meeting, b, (account, bad))?,
+            }
+        }
+        Ok(())
+    }
+
+    fn place(&self, block: &Block, kv: &Kv) -> Placed {
         let reads = (self.share.kv_heads.start + block.kv) * kv.heads_per_kv;
         let reads = reads..reads + kv.heads_per_kv;
         let first = self.share.group_heads.start;
@@ -116,158 +259,223 @@ impl Rank<'_> {
         let group = cut(&self.share.group_heads);
         let own = cut(&self.share.heads);
         let own = if own.is_empty() { group.start..group.start } else { own };
-        Placed { block, group, own }
+        Placed { group, own, rows: block.rows.clone() }
     }
 
-    /// Loads the cache of the meeting's pieces; what is loaded already stays.
-    fn load(&mut self, layer: LayerId, kv: &Kv, meeting: &[Block]) -> Result<(), EngineError> {
-        let Scratch { arith, rows, loaded, live, .. } = &mut self.scratch;
-        let kv_heads = self.share.kv_heads.len();
-        let mut kept = 0;
-        for at in 0..*live {
-            if meeting.iter().any(|block| block.piece == loaded[at].piece) {
-                loaded.swap(kept, at);
-                kept += 1;
-            }
+    /// Reads the rows of a span, unless they are there; returns how many.
+    fn read(
+        &self,
+        (layer, part): (LayerId, Part),
+        number: usize,
+        b: &mut Buffers,
+        account: &Account,
+    ) -> Result<(), EngineError> {
+        let Some(span) = self.batch.spans().get(number) else { return Ok(()) };
+        if b.rows_of.replace((number, part)) != Some((number, part)) {
+            let tokens = self.pool.owned(part, span.context())?;
+            account.note(&mut b.rows, |rows| self.pool.read((layer, part), &span.table, tokens, rows))??;
         }
-        for block in meeting {
-            if loaded[..kept].iter().any(|l| l.piece == block.piece) {
+        Ok(())
+    }
+
+    /// Loads the keys of a span, unless they are loaded.
+    fn load_keys(
+        &self,
+        (layer, kv): (LayerId, &Kv),
+        span: usize,
+        b: &mut Buffers,
+        account: &Account,
+    ) -> Result<(), EngineError> {
+        if b.keys.span.replace(span) == Some(span) {
+            return Ok(());
+        }
+        self.read((layer, kv.key), span, b, account)?;
+        let Buffers { rows, keys, .. } = b;
+        let kv_heads = self.share.kv_heads.len();
+        let elems = rows.stride() / kv_heads.max(1);
+        account.note(&mut keys.heads, |heads| heads.resize_with(kv_heads, KeyPanels::default))?;
+        for (head, keys) in keys.heads.iter_mut().enumerate() {
+            let from = rows.from(head * elems + kv.key_offset);
+            account.note(keys, |keys| keys.fill(from, kv.key_dim, rows.stride()))?;
+        }
+        Ok(())
+    }
+
+    /// Loads the values of a span, unless they are loaded.
+    fn load_values(
+        &self,
+        (layer, kv): (LayerId, &Kv),
+        span: usize,
+        b: &mut Buffers,
+        account: &Account,
+    ) -> Result<(), EngineError> {
+        if b.values.span.replace(span) == Some(span) {
+            return Ok(());
+        }
+        self.read((layer, kv.value), span, b, account)?;
+        let Buffers { arith, rows, values, .. } = b;
+        let kv_heads = self.share.kv_heads.len();
+        let elems = rows.stride() / kv_heads.max(1);
+        account.note(&mut values.heads, |heads| heads.resize_with(kv_heads, || ValueRows::new(*arith)))?;
+        for (head, values) in values.heads.iter_mut().enumerate() {
+            let from = rows.from(head * elems);
+            account.note(values, |values| values.fill(from, kv.value_dim, rows.stride()))?;
+        }
+        Ok(())
+    }
+
+    /// Scores of one more block; returns how many rows they have.
+    fn score(
+        &self,
+        (layer, kv): (LayerId, &Kv),
+        q: &[f32],
+        block: &Block,
+        b: &mut Buffers,
+        account: &Account,
+    ) -> Result<usize, EngineError> {
+        self.load_keys((layer, kv), block.span, b, account)?;
+        let Buffers { keys, scores, visible, q: packed, .. } = b;
+        let placed = self.place(block, kv);
+        let (count, rows, dim) = (placed.count(), block.rows.len(), kv.key_dim);
+        account.cleared(visible, count)?;
+        account.cleared(packed, count * dim)?;
+        for (at, head) in placed.group.clone().enumerate() {
+            let first = head * self.batch.rows() + block.rows.start;
+            packed.extend_from_slice(&q[first * dim..(first + rows) * dim]);
+            if at > 0 {
+                visible.extend_from_within(..rows);
                 continue;
             }
-            if kept == loaded.len() {
-                loaded.push(Loaded { piece: 0, tokens: 0, keys: Vec::new(), values: Vec::new() });
-            }
-            let slot = &mut loaded[kept];
-            kept += 1;
-            slot.piece = block.piece;
-            slot.keys.resize_with(kv_heads, KeyPanels::default);
-            slot.values.resize_with(kv_heads, || ValueRows::new(*arith));
-            let Some(piece) = self.batch.pieces.get(block.piece) else { continue };
-            slot.tokens = self.pool.owned(kv.key, self.batch.context(block.piece))?;
-            self.pool.read((layer, kv.key), piece.table, slot.tokens, rows)?;
-            let elems = rows.stride() / kv_heads.max(1);
-            for (head, keys) in slot.keys.iter_mut().enumerate() {
-                keys.fill(rows.from(head * elems + kv.key_offset), kv.key_dim, rows.stride());
-            }
-            if kv.value != kv.key {
-                self.pool.read((layer, kv.value), piece.table, slot.tokens, rows)?;
-            }
-            let elems = rows.stride() / kv_heads.max(1);
-            for (head, values) in slot.values.iter_mut().enumerate() {
-                values.fill(rows.from(head * elems), kv.value_dim, rows.stride());
+            for position in &self.batch.positions[block.rows.clone()] {
+                visible.push(self.pool.owned(kv.key, position + 1)?);
             }
         }
-        *live = kept;
-        Ok(())
-    }
-
-    /// Scores of every block, into the scratch.
-    fn score(&mut self, kv: &Kv, q: &[f32], placed: &[Placed<'_>]) -> Result<(), EngineError> {
-        let Scratch { loaded, live, scores, q: packed, .. } = &mut self.scratch;
-        scores.resize_with(scores.len().max(placed.len()), Scores::new);
-        let all = self.batch.rows();
-        let dim = kv.key_dim;
-        for (Placed { block, group, .. }, scores) in placed.iter().zip(scores) {
-            let visible = block
-                .rows
-                .clone()
-                .map(|row| self.pool.owned(kv.key, self.batch.positions[row] + 1))
-                .collect::<Result<Vec<usize>, _>>()?;
-            packed.clear();
-            for head in group.clone() {
-                let at = head * all;
-                packed.extend_from_slice(&q[(at + block.rows.start) * dim..(at + block.rows.end) * dim]);
-            }
-            let Some(cache) = loaded[..*live].iter().find(|l| l.piece == block.piece) else { continue };
-            scores.compute(packed, &cache.keys[block.kv], &visible.repeat(group.len()));
-        }
-        Ok(())
+        account.note(scores, |scores| scores.compute(packed, &keys.heads[block.kv], visible))?;
+        Ok(count)
     }
 
     /// Canonical: the largest score over all ranks first, then sums on the integer grid.
-    fn meet_on_the_grid(&mut self, kv: &Kv, placed: &[Placed<'_>], out: &mut [f32]) -> Result<(), RankError> {
-        let count = placed.len();
-        let mine: Vec<f32> =
-            self.scratch.scores[..count].iter().flat_map(|scores| scores.max().iter().copied()).collect();
-        let alone = (self.fault == Some(Fault::BlindMerge)).then(|| mine.clone());
-        let max = self.member.group(mine, |all| {
-            let mut all = all.into_iter();
-            let mut max = all.next().unwrap_or_default();
-            all.for_each(|other| merge_max(&mut max, &other));
-            max
-        })?;
-        let Scratch { loaded, live, scores, .. } = &mut self.scratch;
-        let mut sums = Vec::with_capacity(count);
-        let mut max = alone.as_deref().unwrap_or(&max);
-        for (placed, scores) in placed.iter().zip(scores) {
-            let (here, rest) = max.split_at(placed.count());
-            max = rest;
-            let mut part = AttentionSums::new();
-            if let Some(cache) = loaded[..*live].iter().find(|l| l.piece == placed.block.piece) {
-                scores.sums(here, &cache.values[placed.block.kv], &mut part);
-            }
-            sums.push(part);
+    fn meet_on_the_grid(
+        &self,
+        (layer, kv): (LayerId, &Kv),
+        q: &[f32],
+        meeting: Range<usize>,
+        b: &mut Buffers,
+        (account, bad): (&Account, &mut Vec<usize>),
+    ) -> Result<(), RankError> {
+        let (group, in_group) = (self.member.group(), self.member.in_group());
+        b.scores.clear();
+        for at in meeting.clone() {
+            let block = b.blocks[at].clone();
+            self.score((layer, kv), q, &block, b, account)?;
         }
-        let parts = self.member.group(sums, |parts| parts)?;
-        for (at, placed) in placed.iter().enumerate() {
-            let own = placed.own_rows();
-            let parts: Vec<&AttentionSums> = parts.iter().map(|rank| &rank[at]).collect();
-            let mut result = vec![0.0; own.len() * kv.value_dim];
-            let overflow = AttentionSums::finish(&parts, own, &mut result);
-            let rows = placed.block.rows.clone();
-            self.flag(&overflow, |row| rows.start + row % rows.len());
-            self.keep(kv, placed, &result, out);
+        let count = b.scores.max().len();
+        account.cleared(&mut b.largest, count)?.extend_from_slice(b.scores.max());
+        group.largest.meet(in_group, &mut b.largest, largest_of_all, |()| ())?;
+        if self.fault == Some(Fault::BlindMerge) {
+            b.largest.copy_from_slice(b.scores.max());
         }
-        Ok(())
+        b.sums.clear();
+        let mut first = 0;
+        for (number, at) in meeting.clone().enumerate() {
+            let block = b.blocks[at].clone();
+            self.load_values((layer, kv), block.span, b, account)?;
+            let Buffers { scores, sums, values, largest, .. } = &mut *b;
+            let here = &largest[first..first + self.place(&block, kv).count()];
+            first += here.len();
+            account.note(sums, |sums| scores.sums(number, here, &values.heads[block.kv], sums))?;
+        }
+        let Buffers { sums, blocks, out, .. } = b;
+        let finish = |parts: &mut [AttentionSums], whole: &mut Attended| {
+            let out = account.zeroed(&mut whole.out, count * kv.value_dim)?;
+            let overflow = AttentionSums::finish(parts, 0..count, out);
+            whole.bad.clear();
+            whole.bad.extend_from_slice(overflow.rows());
+            Ok(())
+        };
+        let blocks = &blocks[meeting];
+        group.sums.meet(in_group, sums, finish, |whole| self.keep(kv, blocks, whole, out, bad))
     }
 
-    /// Fast: each rank's softmax over its own tokens, merged by their log-sum-exp.
-    fn meet_by_weight(&mut self, kv: &Kv, placed: &[Placed<'_>], out: &mut [f32]) -> Result<(), RankError> {
+    /// Fast: each rank's softmax over its own tokens, merged by their log-sum-exp. Each block is finished while its
+    /// scores are in the cache.
+    fn meet_by_weight(
+        &self,
+        (layer, kv): (LayerId, &Kv),
+        q: &[f32],
+        meeting: Range<usize>,
+        b: &mut Buffers,
+        (account, bad): (&Account, &mut Vec<usize>),
+    ) -> Result<(), RankError> {
         let dim = kv.value_dim;
-        let mut mine: Vec<(Vec<f32>, Vec<f32>)> = Vec::with_capacity(placed.len());
-        for (at, placed) in placed.iter().enumerate() {
-            let count = placed.count();
-            let (mut attended, mut lse) = (vec![0.0; count * dim], vec![f32::NEG_INFINITY; count]);
-            let Scratch { loaded, live, scores, .. } = &mut self.scratch;
-            if let Some(cache) = loaded[..*live].iter().find(|l| l.piece == placed.block.piece) {
-                let overflow = scores[at].attend(&cache.values[placed.block.kv], &mut attended, &mut lse);
-                let rows = placed.block.rows.clone();
-                self.flag(&overflow, |row| rows.start + row % rows.len());
-            }
-            if self.fault == Some(Fault::BlindMerge) {
-                lse.iter_mut().filter(|lse| lse.is_finite()).for_each(|lse| *lse = 0.0);
-            }
-            mine.push((attended, lse));
+        let count = b.blocks[meeting.clone()].iter().map(|block| self.place(block, kv).count()).sum();
+        account.zeroed(&mut b.attended.out, count * dim)?;
+        account.zeroed(&mut b.attended.lse, count)?;
+        b.attended.bad.clear();
+        let mut first = 0;
+        for at in meeting.clone() {
+            let block = b.blocks[at].clone();
+            b.scores.clear();
+            let rows = self.score((layer, kv), q, &block, b, account)?;
+            self.load_values((layer, kv), block.span, b, account)?;
+            let Buffers { scores, values, attended, .. } = &mut *b;
+            let out = &mut attended.out[first * dim..(first + rows) * dim];
+            let lse = &mut attended.lse[first..first + rows];
+            let overflow = account.note(scores, |s| s.attend(0, &values.heads[block.kv], out, lse))?;
+            attended.bad.extend(overflow.rows().iter().map(|row| first + row));
+            first += rows;
+        }
+        let Buffers { attended, blocks, out, .. } = b;
+        let blocks = &blocks[meeting];
+        if self.fault == Some(Fault::BlindMerge) {
+            attended.lse.iter_mut().filter(|lse| lse.is_finite()).for_each(|lse| *lse = 0.0);
         }
         if self.dcp <= 1 {
-            for (placed, (attended, _)) in placed.iter().zip(&mine) {
-                let own = placed.own_rows();
-                self.keep(kv, placed, &attended[own.start * dim..own.end * dim], out);
-            }
+            self.keep(kv, blocks, attended, out, bad);
             return Ok(());
         }
-        let parts = self.member.group(mine, |parts| parts)?;
-        for (at, placed) in placed.iter().enumerate() {
-            let own = placed.own_rows();
-            let parts: Vec<(&[f32], &[f32])> = parts
-                .iter()
-                .map(|rank| (&rank[at].0[own.start * dim..own.end * dim], &rank[at].1[own.clone()]))
-                .collect();
-            let mut result = vec![0.0; own.len() * dim];
-            merge_lse(&parts, dim, &mut result, &mut vec![0.0; own.len()]);
-            self.keep(kv, placed, &result, out);
-        }
-        Ok(())
+        let merge = |parts: &mut [Attended], whole: &mut Attended| {
+            let out = account.zeroed(&mut whole.out, count * dim)?;
+            let lse = account.zeroed(&mut whole.lse, count)?;
+            let each = parts.iter().map(|part| (part.out.as_slice(), part.lse.as_slice()));
+            merge_lse(each, dim, out, lse);
+            whole.bad.clear();
+            parts.iter().for_each(|part| whole.bad.extend_from_slice(&part.bad));
+            Ok(())
+        };
+        let group = self.member.group();
+        group.weighted.meet(self.member.in_group(), attended, merge, |whole| {
+            self.keep(kv, blocks, whole, out, bad);
+        })
     }
 
-    /// Copies a block's `[own heads][rows][value_dim]` to its place in the output.
-    fn keep(&self, kv: &Kv, placed: &Placed<'_>, result: &[f32], out: &mut [f32]) {
+    /// Copies what is this rank's own of some blocks' `[heads][rows][value_dim]` to its place in the output, and notes
+    /// bad rows.
+    fn keep(&self, kv: &Kv, blocks: &[Block], whole: &Attended, out: &mut [f32], bad: &mut Vec<usize>) {
         let (all, dim) = (self.batch.rows(), kv.value_dim);
-        let rows = placed.block.rows.clone();
-        let first = self.share.heads.start - self.share.group_heads.start;
-        for (head, result) in placed.own.clone().zip(result.chunks_exact((rows.len() * dim).max(1))) {
-            let at = (head - first) * all;
-            out[(at + rows.start) * dim..(at + rows.end) * dim].copy_from_slice(result);
+        let own = self.share.heads.start - self.share.group_heads.start;
+        let mut first = 0;
+        for block in blocks {
+            let placed = self.place(block, kv);
+            let (rows, mine) = (block.rows.clone(), placed.own_rows());
+            let result = &whole.out[(first + mine.start) * dim..(first + mine.end) * dim];
+            for (head, result) in placed.own.clone().zip(result.chunks_exact((rows.len() * dim).max(1))) {
+                let at = (head - own) * all;
+                out[(at + rows.start) * dim..(at + rows.end) * dim].copy_from_slice(result);
+            }
+            let here = first..first + placed.count();
+            let lost = whole.bad.iter().filter(|row| here.contains(row));
+            bad.extend(lost.map(|row| placed.row(row - first)));
+            first = here.end;
         }
     }
+}
+
+/// Every member's list becomes the largest of all, place by place.
+fn largest_of_all(all: &mut [Vec<f32>], (): &mut ()) -> Result<(), EngineError> {
+    if let Some((first, others)) = all.split_first_mut() {
+        others.iter().for_each(|other| merge_max(first, other));
+        others.iter_mut().for_each(|other| other.copy_from_slice(first));
+    }
+    Ok(())
 }

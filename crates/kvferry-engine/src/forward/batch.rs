@@ -4,7 +4,8 @@ use std::ops::Range;
 
 use kvferry_plan::{PageTable, SlotId, TokenRange};
 
-use crate::math::query_block;
+use super::space::Account;
+use crate::{EngineError, math::query_block};
 
 /// Consecutive tokens of one request.
 #[derive(Clone, Copy, Debug)]
@@ -22,89 +23,194 @@ pub(crate) struct Piece<'a> {
 }
 
 /// What came of a piece.
-#[derive(Clone, Debug, PartialEq)]
-pub(crate) struct Outcome {
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct Outcome<'a> {
     /// Positions that went through the model.
     pub(crate) computed: TokenRange,
     /// Logits after the last token, if wanted.
-    pub(crate) logits: Option<Vec<f32>>,
+    pub(crate) logits: Option<&'a [f32]>,
     /// False when a value of one of its rows left the range of the arithmetic: nothing here is to be used.
     pub(crate) in_range: bool,
 }
 
-/// Rows of a piece that attend together to one KV head.
+/// What came of a step, piece by piece.
+#[derive(Debug, Default)]
+pub(crate) struct Outcomes {
+    pub(super) pieces: Vec<Found>,
+    /// `[rows][vocabulary]`.
+    pub(super) logits: Vec<f32>,
+    pub(super) vocab: usize,
+}
+
+/// What came of a piece.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Found {
+    pub(super) computed: TokenRange,
+    /// Row of the logits.
+    pub(super) logits: Option<usize>,
+    pub(super) in_range: bool,
+}
+
+impl Outcomes {
+    /// In the order of the pieces.
+    pub(crate) fn iter(&self) -> impl Iterator<Item = Outcome<'_>> {
+        self.pieces.iter().map(|found| Outcome {
+            computed: found.computed,
+            logits: found.logits.and_then(|row| self.logits.get(row * self.vocab..(row + 1) * self.vocab)),
+            in_range: found.in_range,
+        })
+    }
+}
+
+/// How a step is run.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) enum Form {
+    /// As many rows as there are tokens, in memory that grows.
+    #[default]
+    Eager,
+    /// Next tokens only, padded to a captured number of rows, in memory that does not grow.
+    Fixed,
+    /// Nothing but padding, as many rows as will ever be: takes the memory of all fixed shapes.
+    Capture,
+}
+
+/// Consecutive rows of one request.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Span {
+    /// Batch rows.
+    pub(super) rows: Range<usize>,
+    /// Position of the first.
+    pub(super) start: u64,
+    pub(super) table: PageTable,
+    pub(super) slot: Option<SlotId>,
+    /// Row of the logits, if they are wanted.
+    pub(super) logits: Option<usize>,
+}
+
+/// Rows of a span that attend together to one KV head.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Block {
-    pub(super) piece: usize,
+    /// Number of the span.
+    pub(super) span: usize,
     /// Batch rows.
     pub(super) rows: Range<usize>,
     /// KV head, counted from the rank's first.
     pub(super) kv: usize,
 }
 
-/// The rows of a step.
-#[derive(Debug)]
-pub(super) struct Batch<'a> {
-    pub(super) pieces: &'a [Piece<'a>],
-    /// Batch rows of each piece.
-    pub(super) spans: Vec<Range<usize>>,
-    /// Position of each row.
+/// The rows of a step. Padding rows come last and belong to no span: they go through what is computed row by row, and
+/// nothing is read, written, merged or told for them.
+#[derive(Debug, Default)]
+pub(super) struct Batch {
+    pub(super) form: Form,
+    /// All rows, padding included.
+    rows: usize,
+    /// The first `used` are of this step; the others keep their memory.
+    all: Vec<Span>,
+    used: usize,
+    pub(super) tokens: Vec<u32>,
+    /// Position of each row that is not padding.
     pub(super) positions: Vec<u64>,
-    /// Rows whose logits are wanted, ascending.
+    /// Rows whose logits are computed, ascending.
     pub(super) wanted: Vec<usize>,
 }
 
-impl<'a> Batch<'a> {
-    pub(super) fn new(pieces: &'a [Piece<'a>]) -> Self {
-        let mut batch = Self { pieces, spans: Vec::new(), positions: Vec::new(), wanted: Vec::new() };
-        for piece in pieces {
-            let first = batch.positions.len();
-            batch.positions.extend(piece.start..piece.start + piece.tokens.len() as u64);
-            let end = batch.positions.len();
-            batch.spans.push(first..end);
-            if piece.logits && end > first {
-                batch.wanted.push(end - 1);
-            }
+impl Batch {
+    /// Takes memory for `rows` requests of `pages` pages each.
+    pub(super) fn reserve(&mut self, rows: usize, pages: usize) {
+        fn reserve<T>(list: &mut Vec<T>, len: usize) {
+            list.reserve(len.saturating_sub(list.len()));
         }
-        batch
+        self.all.resize_with(self.all.len().max(rows), Span::default);
+        self.all.iter_mut().for_each(|span| reserve(&mut span.table.0, pages));
+        reserve(&mut self.tokens, rows);
+        reserve(&mut self.positions, rows);
+        reserve(&mut self.wanted, rows);
     }
 
-    /// Number of rows.
+    /// Begins another step, of `pieces` and as much padding as makes `rows` rows.
+    pub(super) fn fill(&mut self, pieces: &[Piece<'_>], form: Form, rows: usize) {
+        self.form = form;
+        self.tokens.clear();
+        self.positions.clear();
+        self.wanted.clear();
+        self.used = pieces.len();
+        self.all.resize_with(self.all.len().max(pieces.len()), Span::default);
+        for (piece, span) in pieces.iter().zip(&mut self.all) {
+            let first = self.tokens.len();
+            self.tokens.extend_from_slice(piece.tokens);
+            let end = self.tokens.len();
+            self.positions.extend(piece.start..piece.start + piece.tokens.len() as u64);
+            (span.rows, span.start, span.slot) = (first..end, piece.start, piece.slot);
+            span.table.0.clone_from(&piece.table.0);
+            span.logits = (piece.logits && end > first).then_some(self.wanted.len());
+            self.wanted.extend(span.logits.map(|_| end - 1));
+        }
+        self.rows = rows.max(self.tokens.len());
+        if form != Form::Eager {
+            self.wanted.extend(self.tokens.len()..self.rows);
+        }
+    }
+
+    /// Number of rows, padding included.
     pub(super) fn rows(&self) -> usize {
-        self.positions.len()
+        self.rows
     }
 
-    /// Tokens that the cache holds for `piece` after this step.
-    pub(super) fn context(&self, piece: usize) -> u64 {
-        self.pieces.get(piece).map_or(0, |piece| piece.start + piece.tokens.len() as u64)
+    /// What is not padding.
+    pub(super) fn spans(&self) -> &[Span] {
+        self.all.get(..self.used).unwrap_or(&[])
     }
 
-    /// The blocks of rows that attend, in groups after each of which the ranks of a head group meet. All ranks
-    /// of a head group must get the same answer, so it depends on nothing that differs between them.
-    pub(super) fn meetings(&self, kv_heads: usize, heads_per_kv: usize, dcp: usize) -> Vec<Vec<Block>> {
-        /// Scores that are kept until the ranks have met.
-        const SCORES: usize = 512 << 10;
-        let mut meetings: Vec<Vec<Block>> = Vec::new();
-        let mut held = usize::MAX;
-        for (piece, span) in self.spans.iter().enumerate() {
-            let tokens = usize::try_from(self.context(piece)).unwrap_or(usize::MAX).div_ceil(dcp.max(1));
-            let step = (query_block(tokens) / heads_per_kv.max(1)).max(1);
-            for first in span.clone().step_by(step) {
-                let rows = first..span.end.min(first + step);
+    /// The blocks of rows that attend, and groups of them after each of which the ranks of a head group meet. All ranks
+    /// of a head group must get the same answer, so it depends on nothing that differs between them: `held` gives the most
+    /// tokens that a rank holds of a span.
+    pub(super) fn meetings(
+        &self,
+        (kv_heads, heads_per_kv): (usize, usize),
+        dcp: usize,
+        held: impl Fn(&Span) -> Result<usize, EngineError>,
+        (blocks, meetings): (&mut Vec<Block>, &mut Vec<Range<usize>>),
+        account: &Account,
+    ) -> Result<(), EngineError> {
+        let step = |tokens| (query_block(tokens) / heads_per_kv.max(1)).max(1);
+        let mut most = 0;
+        for span in self.spans() {
+            most += span.rows.len().div_ceil(step(held(span)?)) * kv_heads;
+        }
+        let (blocks, meetings) = (account.cleared(blocks, most)?, account.cleared(meetings, most)?);
+        let mut kept = usize::MAX;
+        for (number, span) in self.spans().iter().enumerate() {
+            let tokens = held(span)?;
+            let step = step(tokens);
+            for first in span.rows.clone().step_by(step) {
+                let rows = first..span.rows.end.min(first + step);
                 for kv in 0..kv_heads {
                     let scores = rows.len().saturating_mul(heads_per_kv).saturating_mul(tokens);
                     // Alone, a rank waits for nobody: it finishes each block while its scores are in the cache.
-                    held = held.saturating_add(scores);
-                    if dcp <= 1 || held > SCORES {
-                        meetings.push(Vec::new());
-                        held = scores;
+                    kept = kept.saturating_add(scores);
+                    let at = blocks.len();
+                    match meetings.last_mut() {
+                        Some(meeting) if dcp > 1 && kept <= SCORES => meeting.end = at + 1,
+                        _ => {
+                            meetings.push(at..at + 1);
+                            kept = scores;
+                        }
                     }
-                    if let Some(meeting) = meetings.last_mut() {
-                        meeting.push(Block { piece, rows: rows.clone(), kv });
-                    }
+                    blocks.push(Block { span: number, rows: rows.clone(), kv });
                 }
             }
         }
-        meetings
+        Ok(())
     }
 }
+
+impl Span {
+    /// Tokens that the cache holds after this step.
+    pub(super) fn context(&self) -> u64 {
+        self.start + self.rows.len() as u64
+    }
+}
+
+/// Scores that are kept until the ranks have met, unless one block has more.
+pub(super) const SCORES: usize = 512 << 10;

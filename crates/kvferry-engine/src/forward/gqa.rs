@@ -3,72 +3,86 @@
 use kvferry_plan::{LayerId, Part};
 
 use super::{
-    attend::Kv,
     rank::{Rank, add_bias, by_head},
+    space::Space,
 };
 use crate::{
-    math::{Partial, scale},
-    ranks::RankError,
+    EngineError,
+    math::{Matrix, scale},
+    meeting::RankError,
     weights::GqaWeights,
 };
 
+/// Memory of a layer.
+#[derive(Debug, Default)]
+pub(super) struct Buffers {
+    q: Vec<f32>,
+    q_by_head: Vec<f32>,
+    k: Vec<f32>,
+    v: Vec<f32>,
+    out: Vec<f32>,
+}
+
 impl Rank<'_> {
-    /// This rank's part of the attention's output projection; stores the keys and values of its tokens.
+    /// Adds this rank's part of the attention's output projection; stores the keys and values of its tokens.
     pub(super) fn gqa(
-        &mut self,
+        &self,
         layer: LayerId,
         weights: &GqaWeights,
-        x: &[f32],
-    ) -> Result<Partial, RankError> {
+        space: &mut Space,
+    ) -> Result<(), RankError> {
+        let Space { account, normed: x, partial, own, narrow, gqa: b, attend, bad, .. } = space;
         let config = self.model.config();
-        let (rows, dim, hidden) = (self.batch.rows(), config.head_dim, config.hidden);
+        let (rows, dim) = (self.batch.rows(), config.head_dim);
         let rope = self.rope;
         let factor = self.model.scale();
 
         let heads = self.share.heads.clone();
         let columns = heads.start * dim..heads.end * dim;
-        let mut q = vec![0.0; rows * columns.len()];
-        weights.q.apply(x, rows, columns.clone(), &mut q);
-        add_bias(&mut q, weights.q_bias.as_deref().and_then(|bias| bias.get(columns)));
-        let q = by_head(&q, (rows, heads.len(), dim), |row, head| {
-            rope.rotate(head, self.batch.positions[row] as usize);
+        let q = account.zeroed(&mut b.q, rows * columns.len())?;
+        weights.q.apply(x, rows, columns.clone(), q);
+        add_bias(q, weights.q_bias.as_deref().and_then(|bias| bias.get(columns)));
+        by_head(q, (rows, heads.len(), dim), account.zeroed(&mut b.q_by_head, q.len())?, |row, head| {
+            // Padding is at no position.
+            if let Some(position) = self.batch.positions.get(row) {
+                rope.rotate(head, *position as usize);
+            }
             scale(head, factor);
         });
-        let q = self.member.group(q, |parts| parts.concat())?;
 
         let kv_heads = self.share.kv_heads.clone();
         let columns = kv_heads.start * dim..kv_heads.end * dim;
-        let (own, own_x) = self.own_rows(x)?;
-        let project = |matrix: &crate::math::Matrix, bias: Option<&[f32]>| {
-            let mut out = vec![0.0; own.len() * columns.len()];
-            matrix.apply(&own_x, own.len(), columns.clone(), &mut out);
-            add_bias(&mut out, bias.and_then(|bias| bias.get(columns.clone())));
-            out
-        };
-        let mut k = project(&weights.k, weights.k_bias.as_deref());
-        let v = project(&weights.v, weights.v_bias.as_deref());
         let width = columns.len();
+        self.own_rows(x, own, account)?;
+        let count = own.rows.len();
+        let project = |matrix: &Matrix, bias: Option<&[f32]>, out: &mut [f32]| {
+            matrix.apply(&own.x, count, columns.clone(), out);
+            add_bias(out, bias.and_then(|bias| bias.get(columns.clone())));
+        };
+        let k = &mut account.zeroed(&mut b.k, rows * width)?[..count * width];
+        project(&weights.k, weights.k_bias.as_deref(), k);
+        let v = &mut account.zeroed(&mut b.v, rows * width)?[..count * width];
+        project(&weights.v, weights.v_bias.as_deref(), v);
         for ((row, k), v) in
-            own.iter().zip(k.chunks_exact_mut(width.max(1))).zip(v.chunks_exact(width.max(1)))
+            own.rows.iter().zip(k.chunks_exact_mut(width.max(1))).zip(v.chunks_exact(width.max(1)))
         {
             rope.rotate(k, row.position as usize);
-            self.pool.write((layer, Part::Key), row.table, row.position, k)?;
-            self.pool.write((layer, Part::Value), row.table, row.position, v)?;
+            let table = self.table(row)?;
+            self.pool.write((layer, Part::Key), table, row.position, k, narrow)?;
+            self.pool.write((layer, Part::Value), table, row.position, v, narrow)?;
         }
 
-        let kv = Kv {
-            key: Part::Key,
-            key_offset: 0,
-            key_dim: dim,
-            value: Part::Value,
-            value_dim: dim,
-            heads_per_kv: config.group(),
-        };
-        let out = self.attend(layer, &kv, &q)?;
+        self.attend(layer, &mut b.q_by_head, attend, (account, bad))?;
         // `[heads][rows][dim]` to `[rows][heads * dim]`.
-        let out = by_head(&out, (heads.len(), rows, dim), |_, _| {});
-        let mut partial = Partial::new(self.model.arith(), rows, hidden);
-        weights.o.partial(&out, rows, heads, &mut partial);
-        Ok(partial)
+        let out = account.zeroed(&mut b.out, attend.out.len())?;
+        by_head(&attend.out, (heads.len(), rows, dim), out, |_, _| {});
+        weights.o.partial(out, rows, heads, partial);
+        Ok(())
+    }
+
+    /// The pages of an own row's request.
+    pub(super) fn table(&self, row: &super::rank::OwnRow) -> Result<&kvferry_plan::PageTable, EngineError> {
+        let span = self.batch.spans().get(row.span);
+        span.map(|span| &span.table).ok_or_else(|| EngineError::Pool("a row of no request".into()))
     }
 }

@@ -6,16 +6,34 @@ use std::ops::Range;
 
 use kvferry_plan::{LayerId, Part, SlotId};
 
-use super::rank::Rank;
+use super::{
+    rank::Rank,
+    space::{Account, Space},
+};
 use crate::{
     EngineError,
     checkpoint::KdaConfig,
-    math::{self, DeltaTokens, Matrix, Partial, rms_norm, sigmoid},
-    ranks::RankError,
+    math::{self, DeltaTokens, Matrix, rms_norm, sigmoid},
+    meeting::RankError,
+    pool::Narrow,
     weights::KdaWeights,
 };
 
+/// Memory of a layer.
+#[derive(Debug, Default)]
+pub(super) struct Buffers {
+    inputs: Inputs,
+    piece: Piece,
+    /// `[kernel][own channels]`.
+    taps: [Vec<f32>; 3],
+    /// What queries read, the same after its norm, and its gate: `[rows][own channels]`.
+    read: Vec<f32>,
+    out: Vec<f32>,
+    gate: Vec<f32>,
+}
+
 /// What a rank computes of a step before it comes to the state, `[rows][own channels]` unless said.
+#[derive(Debug, Default)]
 struct Inputs {
     /// Queries, keys and values before their convolution, as the state keeps them.
     raw: [Vec<f32>; 3],
@@ -23,67 +41,96 @@ struct Inputs {
     decay: Vec<f32>,
     /// How much of each token is taken in, `[rows][own heads]`.
     beta: Vec<f32>,
+    /// Between two matrices, and after them.
+    middle: Vec<f32>,
+    through: Vec<f32>,
+}
+
+/// What is needed for one request at a time.
+#[derive(Debug, Default)]
+struct Piece {
+    /// Rows of the state, `[q | k | v]`.
+    window: Vec<f32>,
+    state: Vec<f32>,
+    history: Vec<f32>,
+    convolved: [Vec<f32>; 3],
 }
 
 impl Rank<'_> {
-    /// This rank's part of the attention's output projection; moves the state of its heads on.
+    /// Adds this rank's part of the attention's output projection; moves the state of its heads on.
     pub(super) fn kda(
-        &mut self,
+        &self,
         layer: LayerId,
         weights: &KdaWeights,
-        x: &[f32],
-    ) -> Result<Partial, RankError> {
+        space: &mut Space,
+    ) -> Result<(), RankError> {
+        let Space { account, normed: x, partial, narrow, kda: b, .. } = space;
         let config = self.model.config();
         let lost = || EngineError::Config("the model has no linear attention".into());
         let kda = config.kda.as_ref().ok_or_else(lost)?;
         let rows = self.batch.rows();
-        let mut partial = Partial::new(self.model.arith(), rows, config.hidden);
         let heads = self.share.linear_heads.clone();
         if heads.is_empty() {
-            return Ok(partial);
+            return Ok(());
         }
         let columns = heads.start * kda.head_dim..heads.end * kda.head_dim;
         let width = columns.len();
-        let inputs = self.kda_inputs(kda, weights, x)?;
-        let taps: [Vec<f32>; 3] = weights.taps.each_ref().map(|taps| {
-            taps.chunks_exact(kda.channels()).flat_map(|row| &row[columns.clone()]).copied().collect()
-        });
-        let mut read = vec![0.0; rows * width];
-        for (piece, span) in self.batch.pieces.iter().zip(&self.batch.spans) {
-            let slot =
-                piece.slot.ok_or_else(|| EngineError::Pool("a request without a state slot".into()))?;
-            let out = &mut read[span.start * width..span.end * width];
-            self.kda_piece(kda, (layer, slot), piece.start == 0, span.clone(), &inputs, &taps, out)?;
+        self.kda_inputs(kda, weights, x, (&mut b.inputs, narrow), account)?;
+        for (taps, own) in weights.taps.iter().zip(&mut b.taps) {
+            let own = account.cleared(own, kda.kernel * width)?;
+            taps.chunks_exact(kda.channels()).for_each(|row| own.extend_from_slice(&row[columns.clone()]));
         }
-        let mut out = vec![0.0; read.len()];
-        rms_norm(&read, &weights.norm, config.rms_eps, &mut out);
-        math::gate(&mut out, &through(&weights.gate_a, &weights.gate_b, x, rows, columns));
-        weights.o.partial(&out, rows, heads, &mut partial);
-        Ok(partial)
+        let spans = self.batch.spans();
+        let longest = spans.iter().map(|span| span.rows.len()).max().unwrap_or(0).max(1);
+        b.piece.reserve(kda, heads.len(), longest, account)?;
+        let read = account.zeroed(&mut b.read, rows * width)?;
+        for span in spans {
+            let slot = span.slot.ok_or_else(|| EngineError::Pool("a request without a state slot".into()))?;
+            let out = &mut read[span.rows.start * width..span.rows.end * width];
+            let piece = (&mut b.piece, &mut *narrow);
+            let (first, rows) = (span.start == 0, span.rows.clone());
+            self.kda_piece(kda, (layer, slot), first, rows, (&b.inputs, &b.taps), piece, account, out)?;
+        }
+        let out = account.zeroed(&mut b.out, read.len())?;
+        rms_norm(read, &weights.norm, config.rms_eps, out);
+        let gate = (&weights.gate_a, &weights.gate_b);
+        through(gate, x, rows, columns, (&mut b.inputs.middle, &mut b.gate), account)?;
+        math::gate(out, &b.gate);
+        weights.o.partial(out, rows, heads, partial);
+        Ok(())
     }
 
-    fn kda_inputs(&self, kda: &KdaConfig, weights: &KdaWeights, x: &[f32]) -> Result<Inputs, EngineError> {
+    fn kda_inputs(
+        &self,
+        kda: &KdaConfig,
+        weights: &KdaWeights,
+        x: &[f32],
+        (into, narrow): (&mut Inputs, &mut Narrow),
+        account: &Account,
+    ) -> Result<(), EngineError> {
         let rows = self.batch.rows();
         let heads = self.share.linear_heads.clone();
         let columns = heads.start * kda.head_dim..heads.end * kda.head_dim;
-        let mut raw = weights.qkv.each_ref().map(|matrix| project(matrix, x, rows, columns.clone()));
-        for raw in &mut raw {
+        for (matrix, raw) in weights.qkv.iter().zip(&mut into.raw) {
+            project(matrix, x, rows, columns.clone(), raw, account)?;
             // What a later chunk reads from the slot and what this one has at hand must be the same number.
-            self.pool.round(Part::Conv, raw)?;
+            account.note(narrow, |narrow| self.pool.round(Part::Conv, raw, narrow))??;
         }
-        let decay = through(&weights.decay_a, &weights.decay_b, x, rows, columns.clone());
-        let mut left = vec![0.0; decay.len()];
+        let decay = (&weights.decay_a, &weights.decay_b);
+        let memory = (&mut into.middle, &mut into.through);
+        through(decay, x, rows, columns.clone(), memory, account)?;
+        let left = account.zeroed(&mut into.decay, into.through.len())?;
         let bias = &weights.decay_bias[columns];
         let rates = &weights.decay_rate[heads.clone()];
-        for (x, left) in decay.chunks_exact(bias.len()).zip(left.chunks_exact_mut(bias.len())) {
+        for (x, left) in into.through.chunks_exact(bias.len()).zip(left.chunks_exact_mut(bias.len())) {
             let of_heads = x.chunks_exact(kda.head_dim).zip(bias.chunks_exact(kda.head_dim)).zip(rates);
             for (((x, bias), rate), left) in of_heads.zip(left.chunks_exact_mut(kda.head_dim)) {
                 math::decay(x, bias, *rate, left);
             }
         }
-        let mut beta = project(&weights.beta, x, rows, heads);
-        beta.iter_mut().for_each(|beta| *beta = sigmoid(*beta));
-        Ok(Inputs { raw, decay: left, beta })
+        project(&weights.beta, x, rows, heads, &mut into.beta, account)?;
+        into.beta.iter_mut().for_each(|beta| *beta = sigmoid(*beta));
+        Ok(())
     }
 
     /// The tokens `span` of one request: what its queries read goes to `out[tokens][own channels]`.
@@ -94,28 +141,28 @@ impl Rank<'_> {
         (layer, slot): (LayerId, SlotId),
         first: bool,
         span: Range<usize>,
-        inputs: &Inputs,
-        taps: &[Vec<f32>; 3],
+        (inputs, taps): (&Inputs, &[Vec<f32>; 3]),
+        (memory, narrow): (&mut Piece, &mut Narrow),
+        account: &Account,
         out: &mut [f32],
     ) -> Result<(), EngineError> {
         let (dim, kernel) = (kda.head_dim, kda.kernel);
         let heads = self.share.linear_heads.len();
         let width = heads * dim;
-        // Rows of the state are `[q | k | v]`.
-        let mut window = vec![0.0; (kernel - 1) * 3 * width];
-        let mut state = vec![0.0; heads * dim * dim];
+        let Piece { window, state, history, convolved } = memory;
+        let window = account.zeroed(window, (kernel - 1) * 3 * width)?;
+        let state = account.zeroed(state, heads * dim * dim)?;
         if !first {
-            self.pool.read_state((layer, Part::Conv), slot, &mut window)?;
-            self.pool.read_state((layer, Part::Recurrent), slot, &mut state)?;
+            self.pool.read_state((layer, Part::Conv), slot, window, narrow)?;
+            self.pool.read_state((layer, Part::Recurrent), slot, state, narrow)?;
         }
-        let mut convolved: [Vec<f32>; 3] = Default::default();
-        for (at, ((raw, taps), out)) in inputs.raw.iter().zip(taps).zip(&mut convolved).enumerate() {
-            let mut history: Vec<f32> = Vec::with_capacity((kernel - 1 + span.len()) * width);
+        for (at, ((raw, taps), out)) in inputs.raw.iter().zip(taps).zip(&mut *convolved).enumerate() {
+            let history = account.cleared(history, (kernel - 1 + span.len()) * width)?;
             for row in window.chunks_exact(3 * width) {
                 history.extend_from_slice(&row[at * width..(at + 1) * width]);
             }
             history.extend_from_slice(&raw[span.start * width..span.end * width]);
-            out.resize(span.len() * width, 0.0);
+            let out = account.zeroed(out, span.len() * width)?;
             for (t, out) in out.chunks_exact_mut(width).enumerate() {
                 math::convolve(&history[t * width..(t + kernel) * width], taps, out);
             }
@@ -124,7 +171,7 @@ impl Rank<'_> {
                 row[at * width..(at + 1) * width].copy_from_slice(last);
             }
         }
-        let [q, k, v] = &mut convolved;
+        let [q, k, v] = convolved;
         q.chunks_exact_mut(dim).for_each(|q| math::set_length(q, 1.0 / (dim as f32).sqrt()));
         k.chunks_exact_mut(dim).for_each(|k| math::set_length(k, 1.0));
         if span.is_empty() {
@@ -144,19 +191,51 @@ impl Rank<'_> {
             };
             math::delta(state, &tokens, &mut out[at..]);
         }
-        self.pool.write_state((layer, Part::Conv), slot, &window)?;
-        self.pool.write_state((layer, Part::Recurrent), slot, &state)
+        self.pool.write_state((layer, Part::Conv), slot, window, narrow)?;
+        self.pool.write_state((layer, Part::Recurrent), slot, state, narrow)
+    }
+}
+
+impl Piece {
+    /// Takes the memory for requests of up to `tokens` tokens.
+    fn reserve(
+        &mut self,
+        kda: &KdaConfig,
+        heads: usize,
+        tokens: usize,
+        account: &Account,
+    ) -> Result<(), EngineError> {
+        let (dim, width) = (kda.head_dim, heads * kda.head_dim);
+        account.cleared(&mut self.window, (kda.kernel - 1) * 3 * width)?;
+        account.cleared(&mut self.state, heads * dim * dim)?;
+        account.cleared(&mut self.history, (kda.kernel - 1 + tokens) * width)?;
+        self.convolved.iter_mut().try_for_each(|list| account.cleared(list, tokens * width).map(|_| ()))
     }
 }
 
 /// Some of a matrix's outputs for every row.
-fn project(matrix: &Matrix, x: &[f32], rows: usize, columns: Range<usize>) -> Vec<f32> {
-    let mut out = vec![0.0; rows * columns.len()];
-    matrix.apply(x, rows, columns, &mut out);
-    out
+fn project(
+    matrix: &Matrix,
+    x: &[f32],
+    rows: usize,
+    columns: Range<usize>,
+    out: &mut Vec<f32>,
+    account: &Account,
+) -> Result<(), EngineError> {
+    let out = account.zeroed(out, rows * columns.len())?;
+    matrix.apply(x, rows, columns, out);
+    Ok(())
 }
 
 /// Two matrices one after the other, the first of them whole.
-fn through(first: &Matrix, second: &Matrix, x: &[f32], rows: usize, columns: Range<usize>) -> Vec<f32> {
-    project(second, &project(first, x, rows, 0..first.n()), rows, columns)
+fn through(
+    (first, second): (&Matrix, &Matrix),
+    x: &[f32],
+    rows: usize,
+    columns: Range<usize>,
+    (middle, out): (&mut Vec<f32>, &mut Vec<f32>),
+    account: &Account,
+) -> Result<(), EngineError> {
+    project(first, x, rows, 0..first.n(), middle, account)?;
+    project(second, middle, rows, columns, out, account)
 }

@@ -4,47 +4,67 @@
 use kvferry_plan::{LayerId, Part};
 
 use super::{
-    attend::Kv,
     rank::{Rank, add_bias, by_head},
+    space::{Account, Space},
 };
 use crate::{
     EngineError, Fault,
-    math::{Partial, rms_norm, scale},
-    ranks::RankError,
+    math::{rms_norm, scale},
+    meeting::RankError,
     weights::MlaWeights,
 };
 
+/// Memory of a layer.
+#[derive(Debug, Default)]
+pub(super) struct Buffers {
+    /// Queries' latents, and the same after their norm.
+    down: Vec<f32>,
+    normed: Vec<f32>,
+    q: Vec<f32>,
+    q_by_head: Vec<f32>,
+    /// The queries that attend, `[own heads][rows][..]`.
+    queries: Vec<f32>,
+    free: Vec<f32>,
+    absorbed: Vec<f32>,
+    latent: Vec<f32>,
+    latent_normed: Vec<f32>,
+    expanded: Vec<f32>,
+    out: Vec<f32>,
+}
+
 impl Rank<'_> {
-    /// This rank's part of the attention's output projection; stores the latent rows of its tokens.
+    /// Adds this rank's part of the attention's output projection; stores the latent rows of its tokens.
     pub(super) fn mla(
-        &mut self,
+        &self,
         layer: LayerId,
         weights: &MlaWeights,
-        x: &[f32],
-    ) -> Result<Partial, RankError> {
+        space: &mut Space,
+    ) -> Result<(), RankError> {
+        let Space { account, normed: x, partial, own, narrow, mla: b, attend, bad, .. } = space;
         let shape = self.model.mla().ok_or_else(|| EngineError::Config("the model has no latent".into()))?;
-        let (rows, hidden) = (self.batch.rows(), self.model.config().hidden);
+        let rows = self.batch.rows();
         let (rope, blind) = (self.rope, self.fault == Some(Fault::DropRope));
         let (lora, nope) = (shape.lora, shape.nope);
 
         let heads = self.share.heads.clone();
         let width = nope + shape.rope;
         let columns = heads.start * width..heads.end * width;
-        let mut q = vec![0.0; rows * columns.len()];
+        let q = account.zeroed(&mut b.q, rows * columns.len())?;
         match &weights.q_a {
-            None => weights.q.apply(x, rows, columns.clone(), &mut q),
+            None => weights.q.apply(x, rows, columns.clone(), q),
             Some((down, norm)) => {
-                let mut own = vec![0.0; rows * down.n()];
-                down.apply(x, rows, 0..down.n(), &mut own);
-                let mut normed = vec![0.0; own.len()];
-                rms_norm(&own, norm, shape.latent_norm.unwrap_or(0.0), &mut normed);
-                weights.q.apply(&normed, rows, columns.clone(), &mut q);
+                let own = account.zeroed(&mut b.down, rows * down.n())?;
+                down.apply(x, rows, 0..down.n(), own);
+                let normed = account.zeroed(&mut b.normed, own.len())?;
+                rms_norm(own, norm, shape.latent_norm.unwrap_or(0.0), normed);
+                weights.q.apply(normed, rows, columns.clone(), q);
             }
         }
-        add_bias(&mut q, weights.q_bias.as_deref().and_then(|bias| bias.get(columns)));
-        let q = by_head(&q, (rows, heads.len(), width), |row, head| {
-            if let Some(turned) = head.get_mut(nope..) {
-                rope.rotate(turned, self.batch.positions[row] as usize);
+        add_bias(q, weights.q_bias.as_deref().and_then(|bias| bias.get(columns)));
+        by_head(q, (rows, heads.len(), width), account.zeroed(&mut b.q_by_head, q.len())?, |row, head| {
+            // Padding is at no position.
+            if let (Some(turned), Some(position)) = (head.get_mut(nope..), self.batch.positions.get(row)) {
+                rope.rotate(turned, *position as usize);
                 if blind {
                     turned.fill(0.0);
                 }
@@ -52,45 +72,40 @@ impl Rank<'_> {
             scale(head, shape.scale);
         });
         // With nothing position-free in a head, its key is the rotary part alone.
-        let (q, key_offset) =
-            if nope == 0 { (q, lora) } else { (self.absorb(weights, &q, (lora, nope, shape.rope))?, 0) };
-        let q = self.member.group(q, |parts| parts.concat())?;
+        if nope > 0 {
+            self.absorb(weights, (lora, nope, shape.rope), b, account)?;
+        }
 
-        let (own, own_x) = self.own_rows(x)?;
-        let mut latent = vec![0.0; own.len() * (lora + shape.rope)];
-        weights.kv_a.apply(&own_x, own.len(), 0..lora + shape.rope, &mut latent);
-        add_bias(&mut latent, weights.kv_a_bias.as_deref());
-        let mut normed = vec![0.0; lora];
-        for (row, latent) in own.iter().zip(latent.chunks_exact_mut(lora + shape.rope)) {
+        self.own_rows(x, own, account)?;
+        let count = own.rows.len();
+        let row_width = lora + shape.rope;
+        let latent = &mut account.zeroed(&mut b.latent, rows * row_width)?[..count * row_width];
+        weights.kv_a.apply(&own.x, count, 0..row_width, latent);
+        add_bias(latent, weights.kv_a_bias.as_deref());
+        let normed = account.zeroed(&mut b.latent_normed, lora)?;
+        for (row, latent) in own.rows.iter().zip(latent.chunks_exact_mut(row_width)) {
             if let (Some(norm), Some(eps)) = (&weights.latent_norm, shape.latent_norm) {
-                rms_norm(&latent[..lora], norm, eps, &mut normed);
-                latent[..lora].copy_from_slice(&normed);
+                rms_norm(&latent[..lora], norm, eps, normed);
+                latent[..lora].copy_from_slice(normed);
             }
             if let Some(turned) = latent.get_mut(lora..) {
                 rope.rotate(turned, row.position as usize);
             }
-            self.pool.write((layer, Part::Latent), row.table, row.position, latent)?;
+            self.pool.write((layer, Part::Latent), self.table(row)?, row.position, latent, narrow)?;
         }
 
-        let kv = Kv {
-            key: Part::Latent,
-            key_offset,
-            key_dim: lora + shape.rope - key_offset,
-            value: Part::Latent,
-            value_dim: lora,
-            heads_per_kv: shape.heads,
-        };
-        let out = self.attend(layer, &kv, &q)?;
-        let mut expanded = vec![0.0; heads.len() * rows * shape.v_dim];
-        let latents = out.chunks_exact((rows * lora).max(1));
+        let queries = if nope > 0 { &mut b.queries } else { &mut b.q_by_head };
+        self.attend(layer, queries, attend, (account, bad))?;
+        let expanded = account.zeroed(&mut b.expanded, heads.len() * rows * shape.v_dim)?;
+        let latents = attend.out.chunks_exact((rows * lora).max(1));
         let values = expanded.chunks_exact_mut((rows * shape.v_dim).max(1));
         for ((w_uv, latent), value) in weights.w_uv.iter().skip(heads.start).zip(latents).zip(values) {
             w_uv.apply(latent, rows, 0..shape.v_dim, value);
         }
-        let out = by_head(&expanded, (heads.len(), rows, shape.v_dim), |_, _| {});
-        let mut partial = Partial::new(self.model.arith(), rows, hidden);
-        weights.o.partial(&out, rows, heads, &mut partial);
-        Ok(partial)
+        let out = account.zeroed(&mut b.out, expanded.len())?;
+        by_head(expanded, (heads.len(), rows, shape.v_dim), out, |_, _| {});
+        weights.o.partial(out, rows, heads, partial);
+        Ok(())
     }
 
     /// `[heads][rows][nope + rope]` to `[heads][rows][lora + rope]`: the position-free part of each query times the
@@ -98,18 +113,20 @@ impl Rank<'_> {
     fn absorb(
         &self,
         weights: &MlaWeights,
-        q: &[f32],
         (lora, nope, rope): (usize, usize, usize),
-    ) -> Result<Vec<f32>, RankError> {
+        b: &mut Buffers,
+        account: &Account,
+    ) -> Result<(), EngineError> {
         let rows = self.batch.rows();
         let heads = self.share.heads.clone();
-        let mut out = vec![0.0; heads.len() * rows * (lora + rope)];
-        let mut absorbed = vec![0.0; rows * lora];
-        let ins = q.chunks_exact((rows * (nope + rope)).max(1));
+        let out = account.zeroed(&mut b.queries, heads.len() * rows * (lora + rope))?;
+        let absorbed = account.zeroed(&mut b.absorbed, rows * lora)?;
+        let ins = b.q_by_head.chunks_exact((rows * (nope + rope)).max(1));
         let outs = out.chunks_exact_mut((rows * (lora + rope)).max(1));
         for ((w_uk, q), out) in weights.w_uk.iter().skip(heads.start).zip(ins).zip(outs) {
-            let free: Vec<f32> = q.chunks_exact(nope + rope).flat_map(|q| q[..nope].to_vec()).collect();
-            w_uk.apply(&free, rows, 0..lora, &mut absorbed);
+            let free = account.cleared(&mut b.free, rows * nope)?;
+            q.chunks_exact(nope + rope).for_each(|q| free.extend_from_slice(&q[..nope]));
+            w_uk.apply(free, rows, 0..lora, absorbed);
             for ((out, q), absorbed) in out
                 .chunks_exact_mut(lora + rope)
                 .zip(q.chunks_exact(nope + rope))
@@ -119,6 +136,6 @@ impl Rank<'_> {
                 out[lora..].copy_from_slice(&q[nope..]);
             }
         }
-        Ok(out)
+        Ok(())
     }
 }

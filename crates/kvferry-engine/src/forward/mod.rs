@@ -6,42 +6,92 @@ mod batch;
 mod ffn;
 mod gqa;
 mod kda;
+mod meetings;
 mod mla;
 mod rank;
+mod space;
 #[cfg(test)]
 mod tests;
 
-use std::sync::Arc;
+use std::sync::{Arc, PoisonError, RwLock};
 
 use kvferry_arena::Arena;
 use kvferry_plan::{CacheShape, LayoutSpec, Placement, PoolSize, RankId, RoomKey, SlotId, TokenRange};
 
-pub(crate) use batch::{Outcome, Piece};
+pub(crate) use batch::{Outcome, Outcomes, Piece};
 
 use crate::{
-    EngineConfig, EngineError, Fault, Model, Rows,
+    DecodeBatch, EngineConfig, EngineError, Fault, Model, Rows,
     checkpoint::MoeConfig,
     math::RopeTable,
+    meeting::RankError,
     pages::{Lease, Retired},
     pool::Pool,
-    ranks::Ranks,
+    ranks::{Ranks, Work},
     shares::{self, Share, Totals},
 };
-use batch::Batch;
+use batch::{Batch, Form, Found};
+use meetings::Meetings;
+use space::Space;
 
-/// The ranks of an instance, stage after stage: their pools and their shares of the one copy of the weights.
-#[derive(Debug)]
+/// Rows of the largest captured shape.
+const MOST_ROWS: u32 = 64;
+
+/// The ranks of an instance, stage after stage.
 pub(crate) struct Forward {
+    shape: CacheShape,
+    pages: u32,
+    slots: u32,
+    held: Arc<Held>,
+    ranks: Ranks<Held>,
+    /// Memory of the last step's outcomes, for those of the next.
+    outcomes: Outcomes,
+    shapes: Shapes,
+    steps: Steps,
+}
+
+/// What the ranks hold between steps: their pools, and their shares of the one copy of the weights.
+#[derive(Debug)]
+struct Held {
     model: Arc<Model>,
     rope: RopeTable,
-    shape: CacheShape,
     placement: Placement,
     pools: Vec<Pool>,
     /// By TP coordinate; every stage has the same.
     shares: Vec<Share>,
-    pages: u32,
-    slots: u32,
     fault: Option<Fault>,
+    /// Tokens of the longest sequence.
+    longest: u64,
+    meetings: Meetings,
+    batch: RwLock<Batch>,
+}
+
+/// The shapes of steps that hold nothing but next tokens.
+#[derive(Clone, Copy, Debug)]
+struct Shapes {
+    /// Rows of the largest, 0 if there are none.
+    most: usize,
+    captured: bool,
+}
+
+/// Steps so far, by their form.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Steps {
+    /// Of a captured shape.
+    pub(crate) fixed: u64,
+    /// Of any other.
+    pub(crate) eager: u64,
+    /// Rows that padded steps to their shape.
+    pub(crate) padding: u64,
+}
+
+impl Shapes {
+    /// The rows of the smallest shape that holds `pieces`, if they are next tokens and there is one. Shapes have 1, 2, 4
+    /// and so on rows, and the most that there can be.
+    fn holding(self, pieces: &[Piece<'_>]) -> Option<usize> {
+        let next = pieces.iter().all(|piece| piece.tokens.len() == 1 && piece.logits);
+        (next && pieces.len() <= self.most).then(|| pieces.len().next_power_of_two().min(self.most))
+    }
 }
 
 impl Forward {
@@ -79,10 +129,24 @@ impl Forward {
         let longest = u64::from(longest).min(placement.tokens_for(pages));
         let pools = (0..placement.ranks())
             .map(|rank| Pool::new(&shape, &placement, RankId(rank), PoolSize { pages, slots }))
-            .collect::<Result<_, _>>()?;
+            .collect::<Result<Vec<_>, _>>()?;
         let shares = shares::shares(&shape, &placement, Totals::of(model.config(), config.layout.ep));
         let rope = model.rope(usize::try_from(longest).unwrap_or(usize::MAX));
-        Ok(Self { model, rope, shape, placement, pools, shares, pages, slots, fault: config.fault })
+        let rows = match config.decode_batch {
+            // Nobody generates without a page, nor without a slot where there are some.
+            DecodeBatch::Fixed => MOST_ROWS.min(pages).min(if stateful { slots } else { MOST_ROWS }),
+            DecodeBatch::Eager => 0,
+        };
+        let shapes = Shapes { most: rows as usize, captured: false };
+        let stages = u32::try_from(placement.stages.len()).unwrap_or(u32::MAX);
+        let meetings = Meetings::new(stages, placement.tp, shares::dcp(&placement));
+        let seats = pools.iter().map(|_| Space::new(&model)).collect();
+        let (fault, batch) = (config.fault, RwLock::default());
+        let held = Held { model, rope, placement, pools, shares, fault, longest, meetings, batch };
+        let held = Arc::new(held);
+        let ranks = Ranks::start(Arc::clone(&held), seats)?;
+        let (outcomes, steps) = (Outcomes::default(), Steps::default());
+        Ok(Self { shape, pages, slots, held, ranks, outcomes, shapes, steps })
     }
 
     pub(crate) fn shape(&self) -> &CacheShape {
@@ -90,7 +154,7 @@ impl Forward {
     }
 
     pub(crate) fn placement(&self) -> &Placement {
-        &self.placement
+        &self.held.placement
     }
 
     /// Pages of each rank's pool.
@@ -105,12 +169,12 @@ impl Forward {
 
     /// The pools' memory, by rank.
     pub(crate) fn arenas(&self) -> Vec<Arc<Arena>> {
-        self.pools.iter().map(|pool| Arc::clone(pool.arena())).collect()
+        self.held.pools.iter().map(|pool| Arc::clone(pool.arena())).collect()
     }
 
     /// End-of-sequence ids of the model.
     pub(crate) fn eos(&self) -> &[u32] {
-        self.model.eos()
+        self.held.model.eos()
     }
 
     /// The prompt's rows of a request whose cache is complete for `filled` tokens.
@@ -123,8 +187,8 @@ impl Forward {
     ) -> Result<Rows, EngineError> {
         Rows::new(
             key,
-            self.model.digest(),
-            (&self.shape, &self.placement),
+            self.held.model.digest(),
+            (&self.shape, &self.held.placement),
             self.arenas(),
             lease,
             (prompt, filled),
@@ -133,7 +197,7 @@ impl Forward {
 
     /// Says on every rank that a page or slot has lost its owner.
     pub(crate) fn retire(&self, retired: Retired) {
-        for pool in &self.pools {
+        for pool in &self.held.pools {
             let next = match retired {
                 Retired::Page(page) => pool.arena().next_generation(page),
                 Retired::Slot(slot) => pool.arena().next_slot_generation(slot),
@@ -147,43 +211,134 @@ impl Forward {
 
     /// Copies a request's state from one slot to another on every rank.
     pub(crate) fn copy_state(&self, from: SlotId, to: SlotId) -> Result<(), EngineError> {
-        self.pools.iter().try_for_each(|pool| pool.copy_state(from, to))
+        self.held.pools.iter().try_for_each(|pool| pool.copy_state(from, to))
     }
 
-    /// Computes `pieces`, which belong to different requests, and stores their cache rows.
+    /// Steps so far.
+    pub(crate) fn steps(&self) -> Steps {
+        self.steps
+    }
+
+    /// Memory that the ranks work in, in bytes. After [`Forward::capture`] it is what steps of the captured shapes do
+    /// with; other steps may have made it more.
+    pub(crate) fn workspace(&self) -> usize {
+        let spaces = (0..self.held.placement.ranks()).filter_map(|rank| self.ranks.seat(RankId(rank)));
+        spaces.map(|space| space.account.bytes()).sum()
+    }
+
+    /// Takes all memory of the captured shapes, on the threads that will use it: by a step of nothing but padding, as
+    /// large as the largest of them, on top of what depends on the length of contexts. Smaller shapes use a part of the
+    /// same. Does nothing where there are no such shapes, or when it is done.
+    ///
+    /// # Errors
+    /// As [`Forward::step`].
+    pub(crate) fn capture(&mut self) -> Result<(), EngineError> {
+        let rows = self.shapes.most;
+        if self.shapes.captured || rows == 0 {
+            return Ok(());
+        }
+        let pages = self.held.placement.pages_for(self.held.longest).unwrap_or(self.pages);
+        let mut batch = self.held.batch.write().unwrap_or_else(PoisonError::into_inner);
+        batch.reserve(rows, pages as usize);
+        batch.fill(&[], Form::Capture, rows);
+        drop(batch);
+        self.ranks.run()?;
+        let Outcomes { pieces, logits, .. } = &mut self.outcomes;
+        pieces.reserve(rows.saturating_sub(pieces.len()));
+        logits.reserve((rows * self.held.model.config().vocab).saturating_sub(logits.len()));
+        self.shapes.captured = true;
+        Ok(())
+    }
+
+    /// Computes `pieces`, which belong to different requests, and stores their cache rows. Whoever is done with the
+    /// outcomes gives them back to [`Forward::reuse`]. A step of a captured shape takes no memory then.
     ///
     /// # Errors
     /// When a rank failed: then nothing is known about any of the pieces.
-    pub(crate) fn step(&self, pieces: &[Piece<'_>]) -> Result<Vec<Outcome>, EngineError> {
-        let batch = Batch::new(pieces);
-        let dcp = shares::dcp(&self.placement);
-        let stages = &self.placement.stages;
-        let ranks = Ranks::new(stages.len() as u32, self.placement.tp, dcp);
-        let results = ranks.run(|member| {
-            let rank = member.rank();
-            let lost = || EngineError::Rank { rank, reason: "it has no pool".into() };
-            let pool = self.pools.get(rank.index()).ok_or_else(lost)?;
-            let share = self.shares.get(member.tp()).ok_or_else(lost)?;
-            let layers = stages.get(member.stage()).ok_or_else(lost)?;
-            let how = (dcp as usize, layers.as_slice(), self.fault);
-            rank::Rank::new((&self.model, &self.rope), pool, share, &batch, member, how).run()
-        })?;
-        let vocab = self.model.config().vocab;
-        let logits = results.iter().map(|rank| rank.logits.as_slice()).find(|logits| !logits.is_empty());
-        let mut logits = logits.unwrap_or_default().chunks_exact(vocab);
-        Ok(pieces
-            .iter()
-            .zip(&batch.spans)
-            .map(|(piece, span)| Outcome {
-                computed: TokenRange::new(piece.start, piece.start + span.len() as u64),
-                logits: if piece.logits && !span.is_empty() {
-                    logits.next().map(<[f32]>::to_vec)
-                } else {
-                    None
-                },
-                in_range: results.iter().all(|r| !r.bad.iter().any(|row| span.contains(row))),
-            })
-            .collect())
+    pub(crate) fn step(&mut self, pieces: &[Piece<'_>]) -> Result<Outcomes, EngineError> {
+        let shape = self.shapes.holding(pieces);
+        if shape.is_some() {
+            self.capture()?;
+        }
+        let form = if shape.is_some() { Form::Fixed } else { Form::Eager };
+        let mut batch = self.held.batch.write().unwrap_or_else(PoisonError::into_inner);
+        batch.fill(pieces, form, shape.unwrap_or(0));
+        drop(batch);
+        if let Err(error) = self.ranks.run() {
+            // A rank that panicked may have lost memory.
+            self.shapes.captured = false;
+            return Err(error);
+        }
+        match shape {
+            Some(rows) => {
+                self.steps.fixed += 1;
+                self.steps.padding += (rows - pieces.len()) as u64;
+            }
+            None => self.steps.eager += 1,
+        }
+        Ok(self.outcomes())
+    }
+
+    /// Takes the memory of outcomes back.
+    pub(crate) fn reuse(&mut self, outcomes: Outcomes) {
+        self.outcomes = outcomes;
+    }
+
+    /// What the ranks have brought home.
+    fn outcomes(&mut self) -> Outcomes {
+        let mut outcomes = std::mem::take(&mut self.outcomes);
+        let Outcomes { pieces, logits, vocab } = &mut outcomes;
+        let batch = self.held.batch.read().unwrap_or_else(PoisonError::into_inner);
+        pieces.clear();
+        pieces.extend(batch.spans().iter().map(|span| Found {
+            computed: TokenRange::new(span.start, span.context()),
+            logits: span.logits,
+            in_range: true,
+        }));
+        logits.clear();
+        *vocab = self.held.model.config().vocab;
+        // Padding comes last, and its logits are nobody's.
+        let wanted = batch.spans().iter().filter(|span| span.logits.is_some()).count() * *vocab;
+        for rank in (0..self.held.placement.ranks()).map(RankId) {
+            let Some(space) = self.ranks.seat(rank) else { continue };
+            if logits.is_empty() {
+                logits.extend_from_slice(space.logits.get(..wanted).unwrap_or(&[]));
+            }
+            for (found, span) in pieces.iter_mut().zip(batch.spans()) {
+                found.in_range &= !space.bad.iter().any(|row| span.rows.contains(row));
+            }
+        }
+        outcomes
+    }
+}
+
+impl Work for Held {
+    type Seat = Space;
+
+    fn run(&self, rank: RankId, space: &mut Space) -> Result<(), RankError> {
+        let lost = || EngineError::Rank { rank, reason: "it has no pool".into() };
+        let (stage, tp) = self.meetings.place(rank);
+        let this = rank::Rank {
+            model: &self.model,
+            rope: &self.rope,
+            pool: self.pools.get(rank.index()).ok_or_else(lost)?,
+            share: self.shares.get(tp).ok_or_else(lost)?,
+            batch: &self.batch.read().unwrap_or_else(PoisonError::into_inner),
+            member: self.meetings.member(rank)?,
+            dcp: shares::dcp(&self.placement) as usize,
+            fault: self.fault,
+            layers: self.placement.stages.get(stage).ok_or_else(lost)?,
+            longest: self.longest,
+        };
+        this.run(space)
+    }
+
+    fn disband(&self) {
+        self.meetings.disband();
+    }
+
+    fn gather(&self) {
+        self.meetings.gather();
     }
 }
 

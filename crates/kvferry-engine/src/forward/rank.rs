@@ -1,179 +1,196 @@
 //! One rank's way through the layers.
 
-use std::sync::Arc;
+use kvferry_plan::LayerId;
 
-use kvferry_plan::{LayerId, PageTable};
-
-use super::{attend::Scratch, batch::Batch};
+use super::{
+    attend::Kv,
+    batch::{Batch, Form},
+    meetings::Member,
+    space::{Account, OwnRows, Space},
+};
 use crate::{
     EngineError, Fault, Model,
-    math::{Overflow, Partial, RopeTable, add_assign, rms_norm},
+    math::{Partial, RopeTable, add_assign, rms_norm},
+    meeting::RankError,
     pool::Pool,
-    ranks::{Member, RankError},
     shares::Share,
     weights::{AttentionWeights, Layer},
 };
 
-/// What a rank brings home.
-#[derive(Debug)]
-pub(super) struct RankOutcome {
-    /// Logits `[wanted rows][vocabulary]`, on the first rank of the last stage.
-    pub(super) logits: Vec<f32>,
-    /// Batch rows with a value out of range.
-    pub(super) bad: Vec<usize>,
-}
-
-/// A rank in a step.
+/// A rank in a step: everything that it only reads. What it writes to is its [`Space`].
+#[derive(Clone, Copy)]
 pub(super) struct Rank<'a> {
     pub(super) model: &'a Model,
     pub(super) rope: &'a RopeTable,
     pub(super) pool: &'a Pool,
     pub(super) share: &'a Share,
-    pub(super) batch: &'a Batch<'a>,
+    pub(super) batch: &'a Batch,
     pub(super) member: Member<'a>,
     pub(super) dcp: usize,
     pub(super) fault: Option<Fault>,
     /// Layers of the rank's stage, ascending.
-    layers: &'a [LayerId],
-    pub(super) scratch: Scratch,
-    pub(super) bad: Vec<usize>,
+    pub(super) layers: &'a [LayerId],
+    /// Tokens of the longest sequence.
+    pub(super) longest: u64,
 }
 
-impl<'a> Rank<'a> {
-    pub(super) fn new(
-        (model, rope): (&'a Model, &'a RopeTable),
-        pool: &'a Pool,
-        share: &'a Share,
-        batch: &'a Batch<'a>,
-        member: Member<'a>,
-        (dcp, layers, fault): (usize, &'a [LayerId], Option<Fault>),
-    ) -> Self {
-        let scratch = Scratch::new(model.arith());
-        Self { model, rope, pool, share, batch, member, dcp, fault, layers, scratch, bad: Vec::new() }
-    }
-
+impl Rank<'_> {
     /// Runs the layers of this rank's stage. Every rank of a stage holds the whole residual stream `x[rows][hidden]`, in
-    /// the same bits, and hands it on to one rank of the next.
-    pub(super) fn run(mut self) -> Result<RankOutcome, RankError> {
-        let mut x = match self.member.taken_over()? {
-            Some(x) => x,
-            None => self.embedded(),
-        };
-        let mut normed = vec![0.0; x.len()];
+    /// the same bits, and hands it on to one rank of the next. Logits and bad rows are in the space then.
+    pub(super) fn run(&self, space: &mut Space) -> Result<(), RankError> {
+        space.bad.clear();
+        space.logits.clear();
+        space.account.freeze(self.batch.form == Form::Fixed);
+        let kv = Kv::of(self.model);
+        if self.batch.form == Form::Capture {
+            self.reserve(&kv, space)?;
+        }
+        self.plan(&kv, &mut space.attend, &space.account)?;
+        if !self.member.take_over(&mut space.x)? {
+            self.embed(space)?;
+        }
+        space.account.zeroed(&mut space.normed, space.x.len())?;
         for (layer, weights) in (0..).map(LayerId).zip(self.model.layers()) {
             if self.layers.binary_search(&layer).is_ok() {
-                self.layer(layer, weights, &mut x, &mut normed)?;
+                self.layer(layer, weights, space)?;
             }
         }
-        let logits = match self.member.hand_on(x)? {
-            Some(x) => self.logits(&x)?,
-            None => Vec::new(),
-        };
-        self.bad.sort_unstable();
-        self.bad.dedup();
-        Ok(RankOutcome { logits, bad: self.bad })
-    }
-
-    /// The residual stream as it enters the first layer.
-    fn embedded(&self) -> Vec<f32> {
-        let hidden = self.model.config().hidden;
-        let mut x = vec![0.0; self.batch.rows() * hidden];
-        let tokens = self.batch.pieces.iter().flat_map(|piece| piece.tokens);
-        for (row, token) in x.chunks_exact_mut(hidden).zip(tokens) {
-            self.model.embed(*token, row);
+        if !self.member.hand_on(&mut space.x)? {
+            self.logits(space)?;
         }
-        x
-    }
-
-    fn layer(
-        &mut self,
-        layer: LayerId,
-        weights: &Layer,
-        x: &mut [f32],
-        normed: &mut [f32],
-    ) -> Result<(), RankError> {
-        let eps = self.model.config().rms_eps;
-        rms_norm(x, &weights.attn_norm, eps, normed);
-        let partial = match &weights.attention {
-            AttentionWeights::Gqa(attention) => self.gqa(layer, attention, normed)?,
-            AttentionWeights::Mla(attention) => self.mla(layer, attention, normed)?,
-            AttentionWeights::Kda(attention) => self.kda(layer, attention, normed)?,
-        };
-        self.add_all(partial, x)?;
-        rms_norm(x, &weights.ffn_norm, eps, normed);
-        let partial = self.ffn(&weights.ffn, normed)?;
-        self.add_all(partial, x)
-    }
-
-    /// Adds the sum of all ranks' partial results to the residual stream.
-    fn add_all(&mut self, partial: Partial, x: &mut [f32]) -> Result<(), RankError> {
-        let rows = self.batch.rows();
-        let len = x.len();
-        let sum = self.member.all(partial, |parts| {
-            let mut sum = vec![0.0; len];
-            let parts: Vec<&Partial> = parts.iter().collect();
-            let overflow = Partial::finish(&parts, 0..rows, &mut sum);
-            (sum, overflow)
-        })?;
-        add_assign(x, &sum.0);
-        self.flag(&sum.1, |row| row);
+        space.bad.sort_unstable();
+        space.bad.dedup();
         Ok(())
     }
 
-    /// Notes bad rows; `to_batch` translates their numbers.
-    pub(super) fn flag(&mut self, overflow: &Overflow, to_batch: impl Fn(usize) -> usize) {
-        self.bad.extend(overflow.rows().iter().map(|row| to_batch(*row)));
+    /// Takes the memory of what a step that is all padding does not come to; all else it takes as it runs.
+    fn reserve(&self, kv: &Kv, space: &mut Space) -> Result<(), EngineError> {
+        let Space { account, x, narrow, attend, .. } = space;
+        // Stages exchange the memory of their streams, so all must be as large.
+        account.cleared(x, self.batch.rows() * self.model.config().hidden)?;
+        account.note(narrow, |narrow| narrow.reserve(self.pool.largest()))?;
+        self.reserve_attention(kv, attend, account)
+    }
+
+    /// The residual stream as it enters the first layer; zeros where there is only padding.
+    fn embed(&self, space: &mut Space) -> Result<(), EngineError> {
+        let hidden = self.model.config().hidden;
+        let x = space.account.zeroed(&mut space.x, self.batch.rows() * hidden)?;
+        for (row, token) in x.chunks_exact_mut(hidden).zip(&self.batch.tokens) {
+            self.model.embed(*token, row);
+        }
+        Ok(())
+    }
+
+    fn layer(&self, layer: LayerId, weights: &Layer, space: &mut Space) -> Result<(), RankError> {
+        self.begin(&weights.attn_norm, space)?;
+        match &weights.attention {
+            AttentionWeights::Gqa(attention) => self.gqa(layer, attention, space)?,
+            AttentionWeights::Mla(attention) => self.mla(layer, attention, space)?,
+            AttentionWeights::Kda(attention) => self.kda(layer, attention, space)?,
+        }
+        self.add_all(space)?;
+        self.begin(&weights.ffn_norm, space)?;
+        self.ffn(&weights.ffn, space)?;
+        self.add_all(space)
+    }
+
+    /// The stream after a norm, and a partial result of nothing.
+    fn begin(&self, norm: &[f32], space: &mut Space) -> Result<(), EngineError> {
+        rms_norm(&space.x, norm, self.model.config().rms_eps, &mut space.normed);
+        let rows = self.batch.rows();
+        space.account.note(&mut space.partial, |partial| partial.reset(rows))
+    }
+
+    /// Adds the sum of all ranks' partial results to the residual stream.
+    fn add_all(&self, space: &mut Space) -> Result<(), RankError> {
+        let Space { account, partial, x, bad, .. } = space;
+        let (rows, len) = (self.batch.rows(), x.len());
+        self.member.sum().meet(
+            self.member.tp(),
+            partial,
+            |parts, whole| {
+                let sum = account.zeroed(&mut whole.x, len)?;
+                let overflow = Partial::finish(parts, 0..rows, sum);
+                whole.bad.clear();
+                whole.bad.extend_from_slice(overflow.rows());
+                Ok(())
+            },
+            |whole| {
+                add_assign(x, &whole.x);
+                bad.extend_from_slice(&whole.bad);
+            },
+        )
     }
 
     /// Logits of the wanted rows over the whole vocabulary: each rank computes its part of the vocabulary.
-    fn logits(&self, x: &[f32]) -> Result<Vec<f32>, RankError> {
+    fn logits(&self, space: &mut Space) -> Result<(), RankError> {
+        let Space { account, x, normed, last, part, logits, .. } = space;
         let config = self.model.config();
-        let wanted = &self.batch.wanted;
-        let mut last = Vec::with_capacity(wanted.len() * config.hidden);
-        for row in wanted {
+        let (wanted, vocab) = (self.batch.wanted.len(), config.vocab);
+        account.cleared(last, wanted * config.hidden)?;
+        for row in &self.batch.wanted {
             last.extend_from_slice(row_of(x, config.hidden, *row)?);
         }
-        let mut normed = vec![0.0; last.len()];
-        rms_norm(&last, self.model.final_norm(), config.rms_eps, &mut normed);
+        let normed = &mut normed[..last.len()];
+        rms_norm(last, self.model.final_norm(), config.rms_eps, normed);
         let mine = self.share.vocab.clone();
-        let mut part = vec![0.0; wanted.len() * mine.len()];
-        self.model.head().apply(&normed, wanted.len(), mine, &mut part);
-        let (rows, vocab) = (wanted.len(), config.vocab);
-        let logits = self.member.all(part, |parts| {
-            let mut logits = Vec::with_capacity(rows * vocab);
-            for row in 0..rows {
-                for part in &parts {
-                    let width = part.len() / rows;
-                    logits.extend_from_slice(&part[row * width..(row + 1) * width]);
+        if mine.len() == vocab {
+            self.model.head().apply(normed, wanted, mine, account.zeroed(logits, wanted * vocab)?);
+            return Ok(());
+        }
+        self.model.head().apply(normed, wanted, mine.clone(), account.zeroed(part, wanted * mine.len())?);
+        self.member.logits().meet(
+            self.member.tp(),
+            part,
+            |parts, whole| {
+                let whole = account.cleared(whole, wanted * vocab)?;
+                for row in 0..wanted {
+                    for part in parts.iter() {
+                        let width = part.len() / wanted;
+                        whole.extend_from_slice(&part[row * width..(row + 1) * width]);
+                    }
                 }
-            }
-            logits
-        })?;
-        // Only one rank's answer is used; the others spare themselves the copy.
-        Ok(if self.member.tp() == 0 { Arc::unwrap_or_clone(logits) } else { Vec::new() })
+                Ok(())
+            },
+            // Only one rank's answer is used; the others spare themselves the copy.
+            |whole| match self.member.tp() {
+                0 => account.cleared(logits, whole.len()).map(|logits| logits.extend_from_slice(whole)),
+                _ => Ok(()),
+            },
+        )??;
+        Ok(())
     }
 
-    /// The rows whose tokens' cache this rank keeps, and their part of `x`.
-    pub(super) fn own_rows(&self, x: &[f32]) -> Result<(Vec<OwnRow<'a>>, Vec<f32>), EngineError> {
+    /// Finds the rows whose tokens' cache this rank keeps, and their part of `x`.
+    pub(super) fn own_rows(
+        &self,
+        x: &[f32],
+        own: &mut OwnRows,
+        account: &Account,
+    ) -> Result<(), EngineError> {
         let part = self.model.first_part();
         let hidden = self.model.config().hidden;
-        let (mut own, mut own_x) = (Vec::new(), Vec::new());
-        for (piece, span) in self.batch.pieces.iter().zip(&self.batch.spans) {
-            for (row, position) in span.clone().zip(piece.start..) {
+        // As much as there ever is for so many rows: which of them are a rank's own differs from step to step.
+        account.cleared(&mut own.rows, self.batch.rows())?;
+        account.cleared(&mut own.x, self.batch.rows() * hidden)?;
+        for (number, span) in self.batch.spans().iter().enumerate() {
+            for (row, position) in span.rows.clone().zip(span.start..) {
                 if self.pool.owns(part, position)? {
-                    own.push(OwnRow { table: piece.table, position });
-                    own_x.extend_from_slice(row_of(x, hidden, row)?);
+                    own.rows.push(OwnRow { span: number, position });
+                    own.x.extend_from_slice(row_of(x, hidden, row)?);
                 }
             }
         }
-        Ok((own, own_x))
+        Ok(())
     }
 }
 
 /// A row whose cache this rank keeps.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct OwnRow<'a> {
-    pub(super) table: &'a PageTable,
+pub(super) struct OwnRow {
+    /// Number of its span.
+    pub(super) span: usize,
     pub(super) position: u64,
 }
 
@@ -191,13 +208,13 @@ pub(super) fn add_bias(x: &mut [f32], bias: Option<&[f32]>) {
     }
 }
 
-/// `[rows][heads * dim]` to `[heads][rows][dim]`, each head of each row changed by `each(row, head)`.
+/// `x[rows][heads * dim]` to `out[heads][rows][dim]`, each head of each row changed by `each(row, head)`.
 pub(super) fn by_head(
     x: &[f32],
     (rows, heads, dim): (usize, usize, usize),
+    out: &mut [f32],
     mut each: impl FnMut(usize, &mut [f32]),
-) -> Vec<f32> {
-    let mut out = vec![0.0; x.len()];
+) {
     for (head, out) in out.chunks_exact_mut((rows * dim).max(1)).enumerate() {
         for (row, out) in out.chunks_exact_mut(dim.max(1)).enumerate() {
             let at = (row * heads + head) * dim;
@@ -205,5 +222,4 @@ pub(super) fn by_head(
             each(row, out);
         }
     }
-    out
 }

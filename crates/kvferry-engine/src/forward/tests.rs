@@ -65,11 +65,11 @@ impl Sequence {
         }
     }
 
-    fn take(&mut self, outcome: Outcome) {
+    fn take(&mut self, outcome: Outcome<'_>) {
         assert!(outcome.in_range);
         assert_eq!(outcome.computed.start.0, self.filled as u64);
         self.filled = outcome.computed.end.0 as usize;
-        self.logits.push((outcome.computed.end.0 - 1, outcome.logits.unwrap()));
+        self.logits.push((outcome.computed.end.0 - 1, outcome.logits.unwrap().to_vec()));
     }
 
     fn last(&self) -> &[f32] {
@@ -89,14 +89,15 @@ fn pages(forward: &Forward) -> Pages {
 }
 
 /// Runs sequences side by side until all prompts are computed.
-fn run(forward: &Forward, sequences: &mut [Sequence]) {
+fn run(forward: &mut Forward, sequences: &mut [Sequence]) {
     while sequences.iter().any(|s| s.filled < s.prompt.len()) {
         let mut open: Vec<&mut Sequence> =
             sequences.iter_mut().filter(|s| s.filled < s.prompt.len()).collect();
         let pieces: Vec<Piece<'_>> = open.iter().map(|s| s.piece()).collect();
         let outcomes = forward.step(&pieces).unwrap();
         drop(pieces);
-        open.iter_mut().zip(outcomes).for_each(|(s, outcome)| s.take(outcome));
+        open.iter_mut().zip(outcomes.iter()).for_each(|(s, outcome)| s.take(outcome));
+        forward.reuse(outcomes);
     }
 }
 
@@ -110,8 +111,8 @@ fn agrees_with_the_reference(name: &str, attention: Attention, arith: Arith, lay
         serde_json::from_slice(&std::fs::read(folder(name).join("tokens.json")).unwrap()).unwrap();
     let bytes = std::fs::read(folder(name).join("logits.safetensors")).unwrap();
     let tensors = SafeTensors::deserialize(&bytes).unwrap();
-    let forward = build(&model(name, attention, arith), layout, Dtype::F32, 2048);
-    let vocab = forward.model.config().vocab;
+    let mut forward = build(&model(name, attention, arith), layout, Dtype::F32, 2048);
+    let vocab = forward.held.model.config().vocab;
     for (i, reference) in references.iter().enumerate() {
         let expected = floats(&tensors, &format!("logits.{i}"));
         let generated = floats(&tensors, &format!("gen_logits.{i}"));
@@ -120,7 +121,7 @@ fn agrees_with_the_reference(name: &str, attention: Attention, arith: Arith, lay
             let extra = reference.generated.len();
             let mut sequence =
                 Sequence::new(&forward, &mut pages, &reference.prompt, extra, chunk.min(1 << 20));
-            run(&forward, std::slice::from_mut(&mut sequence));
+            run(&mut forward, std::slice::from_mut(&mut sequence));
             let mut compared = 0;
             for (row, expected) in reference.logit_rows.iter().zip(expected.chunks_exact(vocab)) {
                 for (_, logits) in sequence.logits.iter().filter(|(position, _)| position == row) {
@@ -138,7 +139,7 @@ fn agrees_with_the_reference(name: &str, attention: Attention, arith: Arith, lay
                 let choice = crate::sampler::sample(sequence.last(), &crate::Sampling::GREEDY, 0).unwrap();
                 assert_eq!(choice.id, *token, "{name} prompt {i} chunk {chunk}");
                 sequence.prompt.push(*token);
-                run(&forward, std::slice::from_mut(&mut sequence));
+                run(&mut forward, std::slice::from_mut(&mut sequence));
             }
         }
     }
@@ -207,7 +208,7 @@ fn trace(
     others: &[Vec<u32>],
 ) -> Trace {
     let total = first.len() + others.iter().map(Vec::len).sum::<usize>();
-    let forward = build(model, layout, kv, total as u64 + 512);
+    let mut forward = build(model, layout, kv, total as u64 + 512);
     let mut pages = pages(&forward);
     // Other requests' pages lie in front and between.
     let mut sequences: Vec<Sequence> = others
@@ -216,7 +217,7 @@ fn trace(
         .map(|(i, prompt)| Sequence::new(&forward, &mut pages, prompt, 0, 3 + 2 * i))
         .collect();
     sequences.push(Sequence::new(&forward, &mut pages, first, 0, chunk));
-    run(&forward, &mut sequences);
+    run(&mut forward, &mut sequences);
     let sequence = sequences.pop().unwrap();
     let key = RoomKey { room: RoomId(1), attempt: kvferry_plan::Attempt(0) };
     let length = first.len() as u64;

@@ -7,13 +7,16 @@
 //!   [`Scores::sums`]; [`AttentionSums::finish`] over the parts of all ranks.
 //! * fast: [`Scores::compute`]; [`Scores::attend`]; [`merge_lse`](super::merge_lse) over the parts of all ranks.
 //!
-//! A rank may hold no token, and a row may see none.
+//! Several blocks may be under way at once, so that the ranks meet once for all of them. A rank may hold no token, and
+//! a row may see none. Everything here reuses its memory; what was reserved is enough for what it was reserved for.
 
+use std::borrow::Borrow;
+use std::mem::{size_of, take};
 use std::ops::Range;
 
 use super::Arith;
 use super::grid::{self, MAGIC, Overflow};
-use super::panels::Panels;
+use super::panels::{Panels, reserve_packing};
 use super::simd::{Kernels, WEIGH_LANES, WEIGH_ROWS, Weigh};
 
 /// Tokens whose probabilities are packed at a time.
@@ -51,6 +54,16 @@ impl KeyPanels {
     /// and value in one). `rows.len()` is a multiple of `stride`.
     pub fn fill(&mut self, rows: &[f32], d: usize, stride: usize) {
         self.panels.fill(rows.len() / stride.max(1), d, rows, stride);
+    }
+
+    /// Takes the memory that `tokens` rows of `d` values need.
+    pub fn reserve(&mut self, tokens: usize, d: usize) {
+        self.panels.reserve(tokens, d);
+    }
+
+    /// Memory held, in bytes.
+    pub fn bytes(&self) -> usize {
+        self.panels.bytes()
     }
 
     /// Local tokens.
@@ -103,20 +116,53 @@ impl ValueRows {
         };
     }
 
+    /// Takes the memory that `tokens` rows of `dv` values need.
+    pub fn reserve(&mut self, tokens: usize, dv: usize) {
+        reserve(&mut self.data, tokens * dv.next_multiple_of(WEIGH_LANES));
+    }
+
+    /// Memory held, in bytes.
+    pub fn bytes(&self) -> usize {
+        self.data.capacity() * size_of::<f32>()
+    }
+
     /// Local tokens.
     pub fn tokens(&self) -> usize {
         self.tokens
     }
 }
 
-/// Scores of a block of query rows, then their weights; a scratch to reuse.
+/// Scores of blocks of query rows, then their weights; a scratch to reuse. Blocks are numbered from 0 in the order in
+/// which they were computed, and so are their rows, block after block.
 #[derive(Debug, Default)]
 pub struct Scores {
-    /// Floats from one row to the next: the local tokens.
-    stride: usize,
+    blocks: Vec<Block>,
     visible: Vec<usize>,
     max: Vec<f32>,
+    /// Never shortened: what is not a score of a block is of an earlier one.
     data: Vec<f32>,
+    acc: Vec<f32>,
+}
+
+/// Where the scores of a block lie.
+#[derive(Clone, Debug)]
+struct Block {
+    /// Among all rows.
+    rows: Range<usize>,
+    /// First float.
+    at: usize,
+    /// Floats from one row to the next: the local tokens.
+    stride: usize,
+}
+
+impl Block {
+    fn row(&self, row: usize) -> Range<usize> {
+        self.at + row * self.stride..self.at + (row + 1) * self.stride
+    }
+
+    fn end(&self) -> usize {
+        self.at + self.rows.len() * self.stride
+    }
 }
 
 impl Scores {
@@ -125,20 +171,46 @@ impl Scores {
         Self::default()
     }
 
-    /// Scores of the rows `q[m][d]`, already rotated and scaled; row i may see the first `visible[i]` local
-    /// tokens, and `m = visible.len()`. Each score is one fused chain over `d`.
+    /// Takes the memory that `blocks` with together `rows` rows of `d` values and `scores` scores need, for values of
+    /// `dv`.
+    pub fn reserve(&mut self, blocks: usize, rows: usize, scores: usize, (d, dv): (usize, usize)) {
+        reserve(&mut self.blocks, blocks);
+        reserve(&mut self.visible, rows);
+        reserve(&mut self.max, rows);
+        reserve(&mut self.data, scores);
+        reserve(&mut self.acc, WEIGH_ROWS * dv.next_multiple_of(WEIGH_LANES));
+        reserve_packing(Kernels::best().rows * d);
+    }
+
+    /// Memory held, in bytes.
+    pub fn bytes(&self) -> usize {
+        self.blocks.capacity() * size_of::<Block>()
+            + self.visible.capacity() * size_of::<usize>()
+            + (self.max.capacity() + self.data.capacity() + self.acc.capacity()) * size_of::<f32>()
+    }
+
+    /// No blocks.
+    pub fn clear(&mut self) {
+        self.blocks.clear();
+        self.visible.clear();
+        self.max.clear();
+    }
+
+    /// Scores of one more block, of the rows `q[m][d]`, already rotated and scaled; row i may see the first `visible[i]`
+    /// local tokens, and `m = visible.len()`. Each score is one fused chain over `d`.
     pub fn compute(&mut self, q: &[f32], keys: &KeyPanels, visible: &[usize]) {
         let kernels = Kernels::best();
         let m = visible.len();
         let tokens = visible.iter().copied().max().unwrap_or(0);
         assert!(tokens <= keys.tokens(), "{tokens} tokens visible of {}", keys.tokens());
-        self.stride = tokens;
-        self.visible.clear();
+        let at = self.blocks.last().map_or(0, Block::end);
+        let first = self.visible.len();
+        let block = Block { rows: first..first + m, at, stride: tokens };
         self.visible.extend_from_slice(visible);
-        if self.data.len() < m * tokens {
-            self.data.resize(m * tokens, 0.0);
+        if self.data.len() < block.end() {
+            self.data.resize(block.end(), 0.0);
         }
-        let data = &mut self.data;
+        let data = &mut self.data[at..block.end()];
         let d = keys.panels.k();
         // Tiles of rows, so that a causal block skips the panels that none of the tile's rows sees.
         for first in (0..m).step_by(kernels.rows) {
@@ -149,96 +221,102 @@ impl Scores {
                 data[(first + row) * tokens + col..][..values.len()].copy_from_slice(values);
             });
         }
-        self.max.clear();
         for (row, &visible) in visible.iter().enumerate() {
-            let (max, peak) = (kernels.peak)(&self.data[row * tokens..][..visible]);
+            let (max, peak) = (kernels.peak)(&data[row * tokens..][..visible]);
             self.max.push(if peak < grid::INFINITE { max } else { f32::NAN });
         }
+        self.blocks.push(block);
     }
 
-    /// Per row the largest visible local score; -∞ if the row sees no local token, NaN if any visible score is
-    /// not finite.
+    /// Per row of all blocks the largest visible local score; -∞ if the row sees no local token, NaN if any visible
+    /// score is not finite.
     pub fn max(&self) -> &[f32] {
         &self.max
     }
 
-    /// Canonical second pass: with `max[m]` over all ranks, this rank's sums of the weights and of the weighted
-    /// values (loaded as canonical). Uses the scores up: call [`compute`](Self::compute) before the next.
-    pub fn sums(&mut self, max: &[f32], values: &ValueRows, into: &mut AttentionSums) {
-        self.sums_with(Kernels::best(), max, values, into, true);
+    /// Canonical second pass over block `block`: with `max[m]` of its rows over all ranks, adds this rank's sums of the
+    /// weights and of the weighted values (loaded as canonical) to `into`, as further rows. Uses the block's scores up.
+    pub fn sums(&mut self, block: usize, max: &[f32], values: &ValueRows, into: &mut AttentionSums) {
+        self.sums_with(Kernels::best(), block, max, values, into, true);
     }
 
     /// `quick` allows kernel E where its bounds hold.
     pub(super) fn sums_with(
         &mut self,
         kernels: &Kernels,
+        block: usize,
         max: &[f32],
         values: &ValueRows,
         into: &mut AttentionSums,
         quick: bool,
     ) {
-        let m = self.visible.len();
+        let block = self.blocks[block].clone();
+        let m = block.rows.len();
         assert_eq!(max.len(), m, "maxima are [m]");
         assert_eq!(values.arith, Arith::Canonical, "values are loaded for canonical sums");
-        into.reset(m, values.dv, values.padded);
+        let first = into.extend(m, values.dv, values.padded);
         let value_peak = f32::from_bits(values.peak);
         for (row, &max) in max.iter().enumerate() {
-            let visible = self.visible[row];
-            let (seen, hidden) = self.data[row * self.stride..][..self.stride].split_at_mut(visible);
+            let visible = self.visible[block.rows.start + row];
+            let (seen, hidden) = self.data[block.row(row)].split_at_mut(visible);
             hidden.fill(0.0);
             if !max.is_finite() {
                 // -∞: nothing to see anywhere. Else a rank met a bad score: the row is lost.
                 let lost = visible > 0 || max != f32::NEG_INFINITY;
-                into.peaks[row] = if lost { f32::NAN.to_bits() } else { 0 };
+                into.peaks[first + row] = if lost { f32::NAN.to_bits() } else { 0 };
                 seen.fill(0.0);
                 continue;
             }
-            into.l[row] = (kernels.exp_grid)(seen, max);
+            into.l[first + row] = (kernels.exp_grid)(seen, max);
             if visible > 0 {
-                into.peaks[row] = values.peak;
+                into.peaks[first + row] = values.peak;
             }
         }
         for rows in tiles(m) {
+            let weight = |row: usize| into.l[first + row] as f64 / WEIGHT_ONE;
             let binade = quick
                 && value_peak < BINADE_VALUE
-                && rows.clone().all(|r| into.l[r] as f64 / WEIGHT_ONE * f64::from(value_peak) < BINADE_SUM);
-            let range = rows.start * values.padded..rows.end * values.padded;
+                && rows.clone().all(|row| weight(row) * f64::from(value_peak) < BINADE_SUM);
+            let range = (first + rows.start) * values.padded..(first + rows.end) * values.padded;
             if binade {
                 into.binade.clear();
                 into.binade.resize(range.len(), MAGIC);
-                self.weigh(values, rows, &mut into.binade, kernels.weigh_binade);
+                self.weigh(&block, values, rows, &mut into.binade, kernels.weigh_binade);
                 for (sum, acc) in into.o[range].iter_mut().zip(&into.binade) {
                     *sum = (acc.to_bits() as i64).wrapping_sub(MAGIC.to_bits() as i64);
                 }
             } else {
-                self.weigh(values, rows, &mut into.o[range], kernels.weigh_wide);
+                self.weigh(&block, values, rows, &mut into.o[range], kernels.weigh_wide);
             }
         }
     }
 
-    /// Fast second pass: this rank's attention `out[m][dv]` and natural log-sum-exp `lse[m]` over its own tokens;
-    /// zeros and -∞ for a row that sees none. Rows whose scores or results are not finite are flagged: the merge
-    /// would not notice them. Uses the scores up.
-    pub fn attend(&mut self, values: &ValueRows, out: &mut [f32], lse: &mut [f32]) -> Overflow {
+    /// Fast second pass over block `block`: this rank's attention `out[m][dv]` and natural log-sum-exp `lse[m]` over its
+    /// own tokens; zeros and -∞ for a row that sees none. Rows whose scores or results are not finite are flagged: the
+    /// merge would not notice them. Uses the block's scores up.
+    pub fn attend(&mut self, block: usize, values: &ValueRows, out: &mut [f32], lse: &mut [f32]) -> Overflow {
         let kernels = Kernels::best();
-        let m = self.visible.len();
+        let block = self.blocks[block].clone();
+        let m = block.rows.len();
         let (dv, padded) = (values.dv, values.padded);
         assert!(out.len() == m * dv && lse.len() == m, "out is [m][dv], lse is [m]");
+        let max = &self.max[block.rows.clone()];
         let mut bad = Vec::new();
         for (row, lse) in lse.iter_mut().enumerate() {
-            let (seen, hidden) =
-                self.data[row * self.stride..][..self.stride].split_at_mut(self.visible[row]);
+            let visible = self.visible[block.rows.start + row];
+            let (seen, hidden) = self.data[block.row(row)].split_at_mut(visible);
             hidden.fill(0.0);
             *lse = f32::NEG_INFINITY;
             if !seen.is_empty() {
-                *lse = (kernels.exp_sum)(seen, self.max[row]);
+                *lse = (kernels.exp_sum)(seen, max[row]);
             }
         }
-        let mut acc = vec![0.0; WEIGH_ROWS * padded];
+        let mut all = take(&mut self.acc);
+        all.resize(WEIGH_ROWS * padded, 0.0);
         for rows in tiles(m) {
-            let acc = &mut acc[..rows.len() * padded];
+            let acc = &mut all[..rows.len() * padded];
             acc.fill(0.0);
-            self.weigh(values, rows.clone(), acc, kernels.weigh);
+            self.weigh(&block, values, rows.clone(), acc, kernels.weigh);
             for (row, acc) in rows.zip(acc.chunks_exact(padded.max(1))) {
                 let out = &mut out[row * dv..][..dv];
                 if lse[row] == f32::NEG_INFINITY {
@@ -248,32 +326,36 @@ impl Scores {
                 for (out, acc) in out.iter_mut().zip(acc) {
                     *out = acc / lse[row];
                 }
-                lse[row] = self.max[row] + super::elementary::ln(f64::from(lse[row])) as f32;
+                lse[row] =
+                    self.max[block.rows.start + row] + super::elementary::ln(f64::from(lse[row])) as f32;
                 if !lse[row].is_finite() || out.iter().any(|x| !x.is_finite()) {
                     bad.push(row);
                 }
             }
         }
+        self.acc = all;
         Overflow::of(bad)
     }
 
     /// Feeds the weights of `rows`, packed `[tokens][rows]` block by block, to a weighing kernel.
     fn weigh<P: Copy + From<f32>, A>(
         &self,
+        block: &Block,
         values: &ValueRows,
         rows: Range<usize>,
         acc: &mut [A],
         kernel: Weigh<P, A>,
     ) {
         let r = rows.len();
-        let seen = self.visible[rows.clone()].iter().copied().max().unwrap_or(0);
+        let visible = &self.visible[block.rows.clone()][rows.clone()];
+        let seen = visible.iter().copied().max().unwrap_or(0);
         assert!(seen <= values.tokens, "{seen} tokens visible of {}", values.tokens);
         let mut packed = [P::from(0.0); TOKEN_BLOCK * WEIGH_ROWS];
         for first in (0..seen).step_by(TOKEN_BLOCK) {
             let count = TOKEN_BLOCK.min(seen - first);
             let packed = &mut packed[..count * r];
             for (lane, row) in rows.clone().enumerate() {
-                let weights = &self.data[row * self.stride + first..][..count];
+                let weights = &self.data[block.row(row)][first..][..count];
                 for (slot, &weight) in packed[lane..].iter_mut().step_by(r).zip(weights) {
                     *slot = weight.into();
                 }
@@ -290,7 +372,11 @@ fn tiles(m: usize) -> impl Iterator<Item = Range<usize>> {
     (0..count).map(move |t| t * m / count..(t + 1) * m / count)
 }
 
-/// One rank's part of a block's canonical attention; ranks' parts are added as integers.
+fn reserve<T>(vec: &mut Vec<T>, len: usize) {
+    vec.reserve(len.saturating_sub(vec.len()));
+}
+
+/// One rank's part of the canonical attention of the rows of some blocks; ranks' parts are added as integers.
 #[derive(Clone, Debug, Default)]
 pub struct AttentionSums {
     dv: usize,
@@ -305,35 +391,60 @@ pub struct AttentionSums {
 }
 
 impl AttentionSums {
-    /// Nothing yet: [`Scores::sums`] gives it its shape.
+    /// No rows: [`Scores::sums`] adds them.
     pub fn new() -> Self {
         Self::default()
     }
 
-    fn reset(&mut self, m: usize, dv: usize, padded: usize) {
-        (self.dv, self.padded) = (dv, padded);
+    /// Takes the memory that `m` rows of `dv` values need.
+    pub fn reserve(&mut self, m: usize, dv: usize) {
+        let padded = dv.next_multiple_of(WEIGH_LANES);
+        reserve(&mut self.l, m);
+        reserve(&mut self.o, m * padded);
+        reserve(&mut self.peaks, m);
+        reserve(&mut self.binade, WEIGH_ROWS * padded);
+    }
+
+    /// Memory held, in bytes.
+    pub fn bytes(&self) -> usize {
+        (self.l.capacity() + self.o.capacity()) * size_of::<i64>()
+            + self.peaks.capacity() * size_of::<u32>()
+            + self.binade.capacity() * size_of::<f64>()
+    }
+
+    /// No rows again.
+    pub fn clear(&mut self) {
         self.l.clear();
-        self.l.resize(m, 0);
         self.o.clear();
-        self.o.resize(m * padded, 0);
         self.peaks.clear();
-        self.peaks.resize(m, 0);
+    }
+
+    /// Adds `m` rows of zeros; returns the number of the first.
+    fn extend(&mut self, m: usize, dv: usize, padded: usize) -> usize {
+        let first = self.l.len();
+        assert!(first == 0 || (self.dv, self.padded) == (dv, padded), "all blocks have values of one length");
+        (self.dv, self.padded) = (dv, padded);
+        self.l.resize(first + m, 0);
+        self.o.resize((first + m) * padded, 0);
+        self.peaks.resize(first + m, 0);
+        first
     }
 
     /// The attention `out[rows.len()][dv]` of `rows`, from the parts of all ranks, which are only read. A row
     /// that sees no token on any rank is zeros; rows that left the grid or met a NaN are flagged.
-    pub fn finish(parts: &[&Self], rows: Range<usize>, out: &mut [f32]) -> Overflow {
-        let Some(first) = parts.first() else {
+    pub fn finish<P: Borrow<Self>>(parts: &[P], rows: Range<usize>, out: &mut [f32]) -> Overflow {
+        let Some(first) = parts.first().map(Borrow::borrow) else {
             out.fill(0.0);
             return Overflow::default();
         };
+        let each = || parts.iter().map(Borrow::borrow);
         let (dv, padded) = (first.dv, first.padded);
-        assert!(parts.iter().all(|p| p.dv == dv && p.l.len() >= rows.end), "parts are [m][dv]");
+        assert!(each().all(|p| p.dv == dv && p.l.len() >= rows.end), "parts are [m][dv]");
         assert_eq!(out.len(), rows.len() * dv, "out is [rows][dv]");
         let mut bad = Vec::new();
         for (at, row) in rows.enumerate() {
-            let l = parts.iter().fold(0i64, |sum, part| sum.wrapping_add(part.l[row]));
-            let peak = parts.iter().map(|part| part.peaks[row]).max().unwrap_or(0);
+            let l = each().fold(0i64, |sum, part| sum.wrapping_add(part.l[row]));
+            let peak = each().map(|part| part.peaks[row]).max().unwrap_or(0);
             let sum = l as f64 / WEIGHT_ONE * f64::from(f32::from_bits(peak));
             if peak > grid::LIMIT.to_bits() || sum >= GRID_SUM {
                 bad.push(at);
@@ -342,7 +453,7 @@ impl AttentionSums {
             let factor = if l == 0 { 0.0 } else { 256.0 / l as f64 };
             for (col, out) in out[at * dv..][..dv].iter_mut().enumerate() {
                 let at = row * padded + col;
-                let o = parts.iter().fold(0i64, |sum, part| sum.wrapping_add(part.o[at]));
+                let o = each().fold(0i64, |sum, part| sum.wrapping_add(part.o[at]));
                 *out = (o as f64 * factor) as f32;
             }
         }
@@ -371,7 +482,7 @@ mod tests {
                     let (mut scores, mut sums) = (Scores::new(), AttentionSums::new());
                     scores.compute(&q, &keys, &vec![tokens; m]);
                     let max = scores.max().to_vec();
-                    scores.sums_with(kernels, &max, &values, &mut sums, quick);
+                    scores.sums_with(kernels, 0, &max, &values, &mut sums, quick);
                     assert_eq!(sums.binade.is_empty(), !quick, "the kernel meant is the one that ran");
                     sums
                 };

@@ -41,8 +41,9 @@ pub use grid::Overflow;
 pub use logits::{argmax, log_softmax, log_softmax_at, softmax};
 pub use matrix::Matrix;
 pub use merge::{merge_lse, merge_max};
+pub use panels::reserve_packing;
 pub use rope::RopeTable;
-pub use route::Routing;
+pub use route::{Routing, RoutingScratch};
 pub use row_parallel::{Partial, RowParallel};
 
 /// Which arithmetic a model runs in; see the module's head.

@@ -1,6 +1,7 @@
 //! The packed right-hand side of every product, and the loop over tiles.
 
 use std::cell::RefCell;
+use std::mem::size_of;
 use std::ops::Range;
 
 use super::simd::{Kernels, TILE};
@@ -45,6 +46,16 @@ impl Panels {
                 }
             }
         }
+    }
+
+    /// Takes the memory that `n` vectors of length `k` need.
+    pub(super) fn reserve(&mut self, n: usize, k: usize) {
+        self.data.reserve((n.div_ceil(LANES) * k * LANES).saturating_sub(self.data.len()));
+    }
+
+    /// Memory held, in bytes.
+    pub(super) fn bytes(&self) -> usize {
+        self.data.capacity() * size_of::<f32>()
     }
 
     pub(super) fn n(&self) -> usize {
@@ -115,6 +126,16 @@ impl Panels {
 
 thread_local! {
     static PACKED: RefCell<Vec<f32>> = const { RefCell::new(Vec::new()) };
+}
+
+/// Takes the memory that this thread needs for a product with `floats` inputs, over all its rows. Without that, the first
+/// such product takes it.
+pub fn reserve_packing(floats: usize) {
+    PACKED.with_borrow_mut(|packed| {
+        if packed.len() < floats {
+            packed.resize(floats, 0.0);
+        }
+    });
 }
 
 /// Rows of tile `t` when `m` rows are shared out evenly over `tiles`.

@@ -1,5 +1,7 @@
 //! Row-parallel products: each rank holds some of the inputs, the ranks' partial results are added.
 
+use std::borrow::Borrow;
+use std::mem::size_of;
 use std::ops::Range;
 
 use super::Arith;
@@ -104,6 +106,13 @@ enum Sums {
     Float(Vec<f32>),
 }
 
+impl Default for Partial {
+    /// Nothing, of no shape.
+    fn default() -> Self {
+        Self::new(Arith::Canonical, 0, 0)
+    }
+}
+
 impl Partial {
     /// Zeros.
     pub fn new(arith: Arith, m: usize, n: usize) -> Self {
@@ -131,43 +140,63 @@ impl Partial {
         }
     }
 
+    /// Memory held, in bytes.
+    pub fn bytes(&self) -> usize {
+        match &self.sums {
+            Sums::Grid { sums, peaks } => {
+                sums.capacity() * size_of::<i64>() + peaks.capacity() * size_of::<u32>()
+            }
+            Sums::Float(sums) => sums.capacity() * size_of::<f32>(),
+        }
+    }
+
     /// The whole result `out[rows.len()][n]` for `rows`, from the parts of all ranks, which are only read: ranks
     /// may share them. Canonical results do not depend on the order of `parts`, fast ones do in the last bits.
     /// Rows where a unit left the grid, or (fast) with a value that is not finite, are flagged.
-    pub fn finish(parts: &[&Self], rows: Range<usize>, out: &mut [f32]) -> Overflow {
-        let Some(first) = parts.first() else {
+    pub fn finish<P: Borrow<Self>>(parts: &[P], rows: Range<usize>, out: &mut [f32]) -> Overflow {
+        /// Sums that are taken together, where they need no memory of their own.
+        const TOGETHER: usize = 256;
+        let Some(first) = parts.first().map(Borrow::borrow) else {
             out.fill(0.0);
             return Overflow::default();
         };
+        let each = || parts.iter().map(Borrow::borrow);
         let n = first.n;
-        assert!(parts.iter().all(|p| p.n == n && p.m >= rows.end), "parts are [m][n]");
+        assert!(each().all(|p| p.n == n && p.m >= rows.end), "parts are [m][n]");
         assert_eq!(out.len(), rows.len() * n, "out is [rows][n]");
         let mut bad = Vec::new();
-        let mut sums = vec![0i64; n];
         for (at, (row, out)) in rows.zip(out.chunks_exact_mut(n.max(1))).enumerate() {
-            let own = row * n..(row + 1) * n;
-            let mut peak = 0;
-            sums.fill(0);
-            out.fill(0.0);
-            for part in parts {
-                match &part.sums {
-                    Sums::Grid { sums: terms, peaks } => {
-                        peak = peak.max(peaks[row]);
-                        for (sum, &term) in sums.iter_mut().zip(&terms[own.clone()]) {
-                            *sum = sum.wrapping_add(term);
-                        }
-                    }
-                    Sums::Float(terms) => add_assign(out, &terms[own.clone()]),
-                }
-            }
             let lost = match first.sums {
                 Sums::Grid { .. } => {
-                    for (out, &sum) in out.iter_mut().zip(&sums) {
-                        *out = grid::from_grid(sum);
+                    for (chunk, out) in out.chunks_mut(TOGETHER).enumerate() {
+                        let mut sums = [0_i64; TOGETHER];
+                        let sums = &mut sums[..out.len()];
+                        for part in each() {
+                            if let Sums::Grid { sums: terms, .. } = &part.sums {
+                                let terms = &terms[row * n + chunk * TOGETHER..][..sums.len()];
+                                for (sum, &term) in sums.iter_mut().zip(terms) {
+                                    *sum = sum.wrapping_add(term);
+                                }
+                            }
+                        }
+                        for (out, &sum) in out.iter_mut().zip(&*sums) {
+                            *out = grid::from_grid(sum);
+                        }
                     }
-                    peak > grid::LIMIT.to_bits()
+                    each().any(|part| match &part.sums {
+                        Sums::Grid { peaks, .. } => peaks[row] > grid::LIMIT.to_bits(),
+                        Sums::Float(_) => false,
+                    })
                 }
-                Sums::Float(_) => out.iter().any(|x| !x.is_finite()),
+                Sums::Float(_) => {
+                    out.fill(0.0);
+                    for part in each() {
+                        if let Sums::Float(terms) = &part.sums {
+                            add_assign(out, &terms[row * n..(row + 1) * n]);
+                        }
+                    }
+                    out.iter().any(|x| !x.is_finite())
+                }
             };
             if lost {
                 bad.push(at);
