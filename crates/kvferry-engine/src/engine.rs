@@ -108,14 +108,18 @@ pub struct EngineStats {
     pub finished: u32,
     /// Threads of the engine: the scheduler, and one per rank where there are several.
     pub threads: u32,
-    /// Steps of a captured shape ([`DecodeBatch::Fixed`]) so far.
+    /// Steps of a captured shape ([`DecodeBatch::Fixed`]) so far. Not told by a ledger, which says what is held.
+    #[serde(skip)]
     pub steps_fixed: u64,
     /// All other steps so far.
+    #[serde(skip)]
     pub steps_eager: u64,
     /// Rows that padded steps to their captured shape, so far.
+    #[serde(skip)]
     pub rows_padding: u64,
     /// Memory that all ranks compute in, in bytes: that of the captured shapes, or what the largest step so far has
     /// needed.
+    #[serde(skip)]
     pub workspace_bytes: u64,
 }
 

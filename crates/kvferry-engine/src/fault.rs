@@ -9,4 +9,6 @@ pub enum Fault {
     BlindMerge,
     /// Latent attention does not look at the rotary part of the cached rows.
     DropRope,
+    /// The padding rows of a step of fixed shape are stored as if they were the last request's first token.
+    PaddingWrites,
 }

@@ -126,8 +126,12 @@ impl Scheduler {
     /// Works until it is told to stop.
     pub(crate) fn run(mut self) {
         // Here, not where the engine is started: a rank alone works on this thread. A step would try again.
-        if let Err(error) = self.forward.capture() {
-            tracing::error!(%error, "the shapes of decode steps were not captured");
+        match self.forward.capture() {
+            Ok(0) => {}
+            Ok(rows) => {
+                tracing::info!(rows, bytes = self.forward.workspace(), "decode steps have captured shapes")
+            }
+            Err(error) => tracing::error!(%error, "the shapes of decode steps were not captured"),
         }
         self.publish();
         loop {

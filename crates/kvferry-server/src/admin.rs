@@ -43,6 +43,33 @@ pub struct Health {
     pub ranks: u32,
     /// Longest prompt that it serves, in tokens.
     pub longest_prompt: u64,
+    /// How it has computed so far.
+    #[serde(default)]
+    pub compute: Compute,
+}
+
+/// How an engine has computed so far.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Compute {
+    /// Steps of a captured shape.
+    pub steps_fixed: u64,
+    /// All other steps.
+    pub steps_eager: u64,
+    /// Rows that padded steps to their captured shape.
+    pub rows_padding: u64,
+    /// Memory that all ranks compute in, beside pools and weights.
+    pub workspace_bytes: u64,
+}
+
+impl Compute {
+    pub(crate) fn of(engine: &EngineStats) -> Self {
+        Self {
+            steps_fixed: engine.steps_fixed,
+            steps_eager: engine.steps_eager,
+            rows_padding: engine.rows_padding,
+            workspace_bytes: engine.workspace_bytes,
+        }
+    }
 }
 
 pub(crate) async fn ready(State(shared): State<Arc<Shared>>) -> Ready {
@@ -68,6 +95,7 @@ pub(crate) async fn health(State(shared): State<Arc<Shared>>) -> Json<Health> {
         model: shared.engine.model().name().to_owned(),
         ranks: shared.engine.placement().ranks(),
         longest_prompt: shared.engine.longest_prompt(),
+        compute: Compute::of(&shared.engine.stats()),
     })
 }
 

@@ -43,7 +43,7 @@ mod registry;
 mod router;
 mod telemetry;
 
-pub use admin::Health;
+pub use admin::{Compute, Health};
 pub use api::{
     Chosen, DecodeDone, DecodeRecord, DecodeRequest, PrefillReply, PrefillRequest, Problem, SamplingSpec,
     Stage, Transfer,

@@ -21,7 +21,7 @@ use tokio::net::TcpListener;
 use tokio_util::sync::CancellationToken;
 
 use crate::{
-    Chosen, Problem, ServerError, Stage, TraceSink,
+    Chosen, Compute, Problem, ServerError, Stage, TraceSink,
     backend::{Answer, Backend, Finish, Job, Piece},
     openai::Api,
     pair::mint_room,
@@ -248,6 +248,7 @@ struct Health {
     longest_prompt: u64,
     ready: bool,
     reason: Option<String>,
+    compute: Compute,
 }
 
 impl Alone {
@@ -280,6 +281,7 @@ async fn health(State(admin): State<Arc<Admin>>) -> Json<Health> {
         longest_prompt: engine.longest_prompt(),
         ready: state.is_ok(),
         reason: state.err(),
+        compute: Compute::of(&engine.stats()),
     })
 }
 

@@ -5,7 +5,7 @@ use std::{ffi::OsString, net::SocketAddr, path::PathBuf};
 use clap::{
     ArgMatches, Args, CommandFactory, FromArgMatches, Parser, Subcommand, ValueEnum, error::ErrorKind,
 };
-use kvferry_engine::{Attention, EngineConfig, Fault, LatentEps, LoadOptions, math::Arith};
+use kvferry_engine::{Attention, DecodeBatch, EngineConfig, Fault, LatentEps, LoadOptions, math::Arith};
 use kvferry_plan::{Dtype, LayoutSpec};
 use kvferry_registry::check_instance;
 use kvferry_server::InstanceConfig;
@@ -136,6 +136,9 @@ pub(crate) struct EngineArgs {
     #[arg(long, value_name = "STATES", default_value_t = EngineConfig::default().state_slots,
           value_parser = clap::value_parser!(u32).range(1..), help_heading = "Engine")]
     pub(crate) state_slots: u32,
+    /// Steps that only generate: as many rows as requests, or padded to captured shapes in memory that never grows
+    #[arg(long, value_enum, default_value_t = DecodeBatchArg::Eager, help_heading = "Engine")]
+    pub(crate) decode_batch: DecodeBatchArg,
     /// Epsilon of the norms in latent attention (DeepSeek, Kimi): the published code's, or the configuration's
     #[arg(long, value_enum, default_value_t = LatentEpsArg::Published, help_heading = "Engine")]
     pub(crate) latent_eps: LatentEpsArg,
@@ -339,6 +342,7 @@ impl EngineArgs {
             pool_tokens: self.pool_tokens.unwrap_or(POOL_TOKENS),
             prefix_cache: !self.no_prefix_cache,
             state_slots: self.state_slots,
+            decode_batch: self.decode_batch.into(),
             ..EngineConfig::default()
         }
     }
@@ -354,6 +358,7 @@ impl EngineArgs {
             max_model_len,
             pool_tokens,
             state_slots,
+            decode_batch,
             latent_eps,
             no_prefix_cache,
             transport,
@@ -369,6 +374,7 @@ impl EngineArgs {
             ("--max-model-len", max_model_len.map(|len| len.to_string())),
             ("--pool-tokens", pool_tokens.map(|tokens| tokens.to_string())),
             ("--state-slots", Some(state_slots.to_string())),
+            ("--decode-batch", Some(name_of(decode_batch))),
             ("--latent-eps", Some(name_of(latent_eps))),
             ("--transport", Some(name_of(transport))),
             ("--throttle", throttle.map(|bytes| bytes.to_string())),
@@ -419,6 +425,7 @@ macro_rules! choice {
 choice!(AttentionArg => Attention { Gqa => Self::Gqa, Mla => Self::Mla });
 choice!(LatentEpsArg => LatentEps { Published => Self::Published, Configured => Self::Configured });
 choice!(ArithArg => Arith { Canonical => Self::Canonical, Fast => Self::Fast });
+choice!(DecodeBatchArg => DecodeBatch { Fixed => Self::Fixed, Eager => Self::Eager });
 choice!(TransportArg => TransportKind { Tcp => Self::Tcp, Shm => Self::Shm });
 
 /// Faults that can be committed.
@@ -559,6 +566,8 @@ mod tests {
             "swap-rank",
             "--no-digest",
             "--no-prefix-cache",
+            "--decode-batch",
+            "fixed",
             "--max-queued",
             "3",
             "--max-wait",

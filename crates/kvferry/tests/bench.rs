@@ -84,6 +84,11 @@ fn engine() {
         assert!(row["decode_per_cpu_s"].as_f64().unwrap() > 0.0, "{row:#}");
         assert!(row["prefill_ratio"].is_null() && row["decode_ratio"].is_null(), "{row:#}");
     }
+    let forms = json["decode_batch"].as_array().unwrap();
+    assert_eq!(forms.iter().map(|row| row["requests"].as_u64().unwrap()).collect::<Vec<_>>(), [1, 5, 8]);
+    for row in forms {
+        assert!(row["ratio"].as_f64().unwrap() > 0.0, "{row:#}");
+    }
     assert!(json["llama_cpp_missing"].as_str().unwrap().contains("npm i"), "{json:#}");
 }
 

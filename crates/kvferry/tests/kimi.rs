@@ -27,11 +27,20 @@ fn the_quick_part_proves_every_case_and_catches_every_fault() {
         .unwrap()
         .iter()
         .filter(|section| section["cases"].as_array().unwrap().len() > 1)
-        .map(|s| (s["model"].as_str().unwrap(), s["arith"].as_str().unwrap(), s["kv"].as_str().unwrap()))
+        .map(|s| ["model", "arith", "kv", "decode_batch"].map(|key| s[key].as_str().unwrap()))
         .collect();
-    let of = |model| [(model, "canonical", "bf16"), (model, "canonical", "fp8"), (model, "fast", "f32")];
-    let needles = [("needle_kimi", "canonical", "bf16"), ("needle_kimi", "canonical", "fp8")];
-    assert_eq!(kinds, [&of("kimi_linear_tiny")[..], &of("needle_kimi"), &needles].concat());
+    let of = |model| [[model, "canonical", "bf16"], [model, "canonical", "fp8"], [model, "fast", "f32"]];
+    let forms =
+        |[model, arith, kv]: [&'static str; 3]| ["fixed", "eager"].map(|form| [model, arith, kv, form]);
+    let mut expected: Vec<_> =
+        [of("kimi_linear_tiny"), of("needle_kimi")].concat().into_iter().flat_map(forms).collect();
+    let needles = |kv| ["needle_kimi", "canonical", kv, "fixed"];
+    expected.extend([needles("bf16"), needles("fp8")]);
+    assert_eq!(kinds, expected);
+    for section in report["sections"].as_array().unwrap() {
+        let steps = &section["compute"];
+        assert_eq!(steps["steps_fixed"].as_u64() > Some(0), section["decode_batch"] == "fixed", "{steps}");
+    }
 
     let (controls, cases): (Vec<_>, Vec<_>) =
         cases(&report).partition(|(_, case)| case.get("injected").is_some());
@@ -113,7 +122,7 @@ fn a_wrong_byte_makes_it_fail() {
     let random = |section: &Value| section["model"] == "kimi_linear_tiny";
     let ran: Vec<_> =
         cases(&report).filter(|(section, case)| random(section) && case.get("injected").is_none()).collect();
-    assert_eq!(ran.len(), 21);
+    assert_eq!(ran.len(), 30);
     for (_, case) in ran {
         assert_eq!(
             (&case["good"], &case["findings"][0]["kind"]),

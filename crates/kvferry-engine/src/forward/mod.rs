@@ -1,9 +1,14 @@
 //! The forward pass of a step on all ranks. Not for choosing what is in a step (`scheduler`) or which token
 //! follows (`sampler`).
 
+#[cfg(test)]
+#[allow(unsafe_code, reason = "an allocator")]
+mod allocations;
 mod attend;
 mod batch;
 mod ffn;
+#[cfg(test)]
+mod fixed;
 mod gqa;
 mod kda;
 mod meetings;
@@ -228,14 +233,14 @@ impl Forward {
 
     /// Takes all memory of the captured shapes, on the threads that will use it: by a step of nothing but padding, as
     /// large as the largest of them, on top of what depends on the length of contexts. Smaller shapes use a part of the
-    /// same. Does nothing where there are no such shapes, or when it is done.
+    /// same. Does nothing where there are no such shapes, or when it is done. Returns the rows of the largest.
     ///
     /// # Errors
     /// As [`Forward::step`].
-    pub(crate) fn capture(&mut self) -> Result<(), EngineError> {
+    pub(crate) fn capture(&mut self) -> Result<usize, EngineError> {
         let rows = self.shapes.most;
         if self.shapes.captured || rows == 0 {
-            return Ok(());
+            return Ok(rows);
         }
         let pages = self.held.placement.pages_for(self.held.longest).unwrap_or(self.pages);
         let mut batch = self.held.batch.write().unwrap_or_else(PoisonError::into_inner);
@@ -247,7 +252,7 @@ impl Forward {
         pieces.reserve(rows.saturating_sub(pieces.len()));
         logits.reserve((rows * self.held.model.config().vocab).saturating_sub(logits.len()));
         self.shapes.captured = true;
-        Ok(())
+        Ok(rows)
     }
 
     /// Computes `pieces`, which belong to different requests, and stores their cache rows. Whoever is done with the

@@ -182,6 +182,16 @@ impl Rank<'_> {
                 }
             }
         }
+        let last =
+            self.batch.spans().len().checked_sub(1).filter(|_| self.fault == Some(Fault::PaddingWrites));
+        if let Some(span) = last
+            && self.pool.owns(part, 0)?
+        {
+            for row in self.batch.tokens.len()..self.batch.rows() {
+                own.rows.push(OwnRow { span, position: 0 });
+                own.x.extend_from_slice(row_of(x, hidden, row)?);
+            }
+        }
         Ok(())
     }
 }

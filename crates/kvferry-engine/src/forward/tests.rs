@@ -27,7 +27,7 @@ fn folder(name: &str) -> PathBuf {
     PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/data").join(name)
 }
 
-fn model(name: &str, attention: Attention, arith: Arith) -> Arc<Model> {
+pub(super) fn model(name: &str, attention: Attention, arith: Arith) -> Arc<Model> {
     Model::load(&folder(name), LoadOptions { attention, arith, ..LoadOptions::default() }).unwrap()
 }
 
@@ -37,9 +37,9 @@ fn floats(tensors: &SafeTensors<'_>, name: &str) -> Vec<f32> {
 }
 
 /// One request in a bare forward pass.
-struct Sequence {
+pub(super) struct Sequence {
     lease: Lease,
-    prompt: Vec<u32>,
+    pub(super) prompt: Vec<u32>,
     chunk: usize,
     filled: usize,
     /// Logits after each chunk's last position.
@@ -47,14 +47,20 @@ struct Sequence {
 }
 
 impl Sequence {
-    fn new(forward: &Forward, pages: &mut Pages, prompt: &[u32], extra: usize, chunk: usize) -> Self {
+    pub(super) fn new(
+        forward: &Forward,
+        pages: &mut Pages,
+        prompt: &[u32],
+        extra: usize,
+        chunk: usize,
+    ) -> Self {
         let tokens = (prompt.len() + extra) as u64;
         let count = forward.placement().pages_for(tokens).unwrap();
         let lease = pages.take(count, Found::default(), |_| ()).unwrap();
         Self { lease, prompt: prompt.to_vec(), chunk, filled: 0, logits: Vec::new() }
     }
 
-    fn piece(&self) -> Piece<'_> {
+    pub(super) fn piece(&self) -> Piece<'_> {
         let end = self.prompt.len().min(self.filled + self.chunk);
         Piece {
             tokens: &self.prompt[self.filled..end],
@@ -65,14 +71,14 @@ impl Sequence {
         }
     }
 
-    fn take(&mut self, outcome: Outcome<'_>) {
+    pub(super) fn take(&mut self, outcome: Outcome<'_>) {
         assert!(outcome.in_range);
         assert_eq!(outcome.computed.start.0, self.filled as u64);
         self.filled = outcome.computed.end.0 as usize;
         self.logits.push((outcome.computed.end.0 - 1, outcome.logits.unwrap().to_vec()));
     }
 
-    fn last(&self) -> &[f32] {
+    pub(super) fn last(&self) -> &[f32] {
         &self.logits.last().unwrap().1
     }
 }
@@ -83,13 +89,13 @@ fn build(model: &Arc<Model>, layout: &str, kv: Dtype, pool_tokens: u64) -> Forwa
     Forward::new(Arc::clone(model), &config).unwrap()
 }
 
-fn pages(forward: &Forward) -> Pages {
+pub(super) fn pages(forward: &Forward) -> Pages {
     let pages = Pages::new(forward.pages(), None);
     if forward.slots() > 0 { pages.with_slots(forward.slots()) } else { pages }
 }
 
 /// Runs sequences side by side until all prompts are computed.
-fn run(forward: &mut Forward, sequences: &mut [Sequence]) {
+pub(super) fn run(forward: &mut Forward, sequences: &mut [Sequence]) {
     while sequences.iter().any(|s| s.filled < s.prompt.len()) {
         let mut open: Vec<&mut Sequence> =
             sequences.iter_mut().filter(|s| s.filled < s.prompt.len()).collect();
@@ -188,7 +194,7 @@ struct Trace {
     _forward: Forward,
 }
 
-fn prompt(length: usize, seed: u64) -> Vec<u32> {
+pub(super) fn prompt(length: usize, seed: u64) -> Vec<u32> {
     let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
     (0..length)
         .map(|_| {

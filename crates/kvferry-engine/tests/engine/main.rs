@@ -16,6 +16,7 @@ use kvferry_engine::{
 use kvferry_plan::{Attempt, Blame, Dtype, HeadId, RankId, RoomId, RoomKey, TokenRange};
 use safetensors::SafeTensors;
 
+mod forms;
 mod prefix;
 
 fn model(attention: Attention, arith: Arith) -> Arc<Model> {

@@ -6,7 +6,9 @@ use std::{
     time::{Duration, Instant},
 };
 
-use kvferry_engine::{Engine, EngineConfig, Event, Events, FirstToken, Model, NoHandOff, Request};
+use kvferry_engine::{
+    DecodeBatch, Engine, EngineConfig, Event, Events, FirstToken, Model, NoHandOff, Request,
+};
 use kvferry_plan::{Attempt, Blame, LayoutSpec, RankId, RoomId, RoomKey};
 use kvferry_server::{Chosen, KvDump};
 
@@ -46,8 +48,12 @@ impl Plan {
             Claim::CloseFromSamePrefill => &args.prefill,
             Claim::Bits | Claim::Close => &single,
         };
-        // A reference computes everything itself.
-        let config = |layout| EngineConfig { prefix_cache: false, ..args.engine.config(layout) };
+        // A reference computes everything itself, in the plainest form.
+        let config = |layout| EngineConfig {
+            prefix_cache: false,
+            decode_batch: DecodeBatch::Eager,
+            ..args.engine.config(layout)
+        };
         Self {
             claim,
             max_tokens: args.max_tokens,

@@ -77,6 +77,14 @@ impl Finding {
         Self::new("refused_otherwise", format!("{what}: {how}"))
     }
 
+    /// Decode's steps did not have the form that was asked for.
+    pub(super) fn form(asked: &str, fixed: u64, eager: u64) -> Self {
+        Self::new(
+            "form",
+            format!("decode ran {fixed} steps of fixed shape and {eager} others, asked for {asked}"),
+        )
+    }
+
     /// Whether two results were compared and differ.
     pub(super) fn by_comparison(&self) -> bool {
         matches!(self.kind, "cache" | "state" | "tokens" | "logprobs")

@@ -1,5 +1,5 @@
-//! Tokens per CPU-second of the engine, beside llama.cpp on the same file. CPU time depends less on how busy the machine
-//! is than wall time does. Not for throughput of batches.
+//! Tokens per CPU-second of the engine, beside llama.cpp on the same file, and of both forms of decode steps. CPU time
+//! depends less on how busy the machine is than wall time does. Not for throughput of a service (`bench serve`).
 
 mod llama;
 
@@ -9,7 +9,9 @@ use std::{path::PathBuf, process::ExitCode, sync::Arc};
 
 use clap::Args;
 use comfy_table::CellAlignment;
-use kvferry_engine::{Engine, EngineConfig, Event, LoadOptions, Model, NoHandOff, Request, math::Arith};
+use kvferry_engine::{
+    DecodeBatch, Engine, EngineConfig, Event, LoadOptions, Model, NoHandOff, Request, math::Arith,
+};
 use kvferry_plan::Blame;
 use serde::Serialize;
 use tokio::runtime::Runtime;
@@ -64,6 +66,21 @@ struct Row {
     decode_ratio: Option<f64>,
 }
 
+/// Requests that generate together, where forms of steps are compared.
+const BATCHES: [u32; 3] = [1, 5, 8];
+/// Tokens of their prompts, all of which are computed in one step.
+const SHORT: u32 = 16;
+
+/// Decode in both forms, fast arithmetic.
+#[derive(Debug, Serialize)]
+struct FormRow {
+    requests: u32,
+    fixed_per_cpu_s: f64,
+    eager_per_cpu_s: f64,
+    /// Fixed as part of eager.
+    ratio: f64,
+}
+
 #[derive(Debug, Serialize)]
 struct Document {
     version: u32,
@@ -73,6 +90,7 @@ struct Document {
     decode_tokens: u32,
     rounds: u32,
     rows: Vec<Row>,
+    decode_batch: Vec<FormRow>,
     /// Why llama.cpp is not among the rows.
     llama_cpp_missing: Option<String>,
 }
@@ -94,6 +112,10 @@ pub(super) fn run(args: &EngineBench, runtime: &Runtime) -> Result<ExitCode, Fai
     let ours = [Arith::Fast, Arith::Canonical].map(|arith| start(args, &located, arith));
     let [fast, canonical] = ours;
     let (fast, canonical) = (fast?, canonical?);
+    let forms = [DecodeBatch::Fixed, DecodeBatch::Eager].map(|form| start_form(args, &fast, form));
+    let [fixed, eager] = forms;
+    let forms = [fixed?, eager?];
+    let mut of_forms = BATCHES.map(|_| [Vec::new(), Vec::new()]);
     let mut all: [Vec<Rates>; 3] = Default::default();
     // The first round warms up.
     for round in 0..=args.rounds {
@@ -105,6 +127,12 @@ pub(super) fn run(args: &EngineBench, runtime: &Runtime) -> Result<ExitCode, Fai
         ];
         for (all, rates) in all.iter_mut().zip(found) {
             all.extend(rates.filter(|_| round > 0));
+        }
+        for (requests, all) in BATCHES.into_iter().zip(&mut of_forms) {
+            for (engine, all) in forms.iter().zip(all) {
+                let rate = measure_batch(args, engine, fast.1, requests)?;
+                all.extend((round > 0).then_some(rate));
+            }
         }
     }
     let middle = |all: &Vec<Rates>| Rates {
@@ -121,6 +149,11 @@ pub(super) fn run(args: &EngineBench, runtime: &Runtime) -> Result<ExitCode, Fai
     };
     let mut rows = vec![row("kvferry fast", middle(&all[0])), row("kvferry canonical", middle(&all[1]))];
     rows.extend(theirs.map(|theirs| row("llama.cpp", theirs)));
+    let decode_batch = BATCHES.into_iter().zip(&of_forms).map(|(requests, [fixed, eager])| {
+        let (fixed, eager) = (median(fixed), median(eager));
+        let ratio = fixed / eager.max(f64::MIN_POSITIVE);
+        FormRow { requests, fixed_per_cpu_s: fixed, eager_per_cpu_s: eager, ratio }
+    });
     let document = Document {
         version: 1,
         machine: Machine::here(),
@@ -129,6 +162,7 @@ pub(super) fn run(args: &EngineBench, runtime: &Runtime) -> Result<ExitCode, Fai
         decode_tokens: args.decode,
         rounds: args.rounds,
         rows,
+        decode_batch: decode_batch.collect(),
         llama_cpp_missing: missing,
     };
     print(&document, args.json, show)?;
@@ -146,6 +180,45 @@ fn start(args: &EngineBench, located: &Located, arith: Arith) -> Result<(Engine,
         ..EngineConfig::default()
     };
     Ok((Engine::start(model, &config, Arc::new(NoHandOff))?, vocab))
+}
+
+/// An engine of the same model with room for the largest batch.
+fn start_form(args: &EngineBench, (same, _): &(Engine, u32), form: DecodeBatch) -> Result<Engine, Failure> {
+    let most = BATCHES.into_iter().max().unwrap_or(1);
+    let config = EngineConfig {
+        pool_tokens: u64::from(most) * (u64::from(SHORT) + u64::from(args.decode) + 17),
+        prefix_cache: false,
+        decode_batch: form,
+        ..EngineConfig::default()
+    };
+    Ok(Engine::start(Arc::clone(same.model()), &config, Arc::new(NoHandOff))?)
+}
+
+/// Tokens per CPU-second of requests that generate together, after the first token of each.
+fn measure_batch(args: &EngineBench, engine: &Engine, vocab: u32, requests: u32) -> Result<f64, Failure> {
+    let tokens = |request: u32| (0..SHORT).map(|i| (i.wrapping_mul(7919) + 13 * request) % vocab).collect();
+    let mut all = (0..requests)
+        .map(|request| {
+            let request = Request::greedy(tokens(request), args.decode + 1);
+            engine.generate(Request { ignore_eos: true, ..request })
+        })
+        .collect::<Result<Vec<_>, _>>()?;
+    let (mut after, mut decoded) = (None, 0_u32);
+    for first in [true, false] {
+        for events in &mut all {
+            while let Some(event) = events.recv() {
+                match event {
+                    Event::Token { .. } if first => break,
+                    Event::Token { .. } => decoded += 1,
+                    Event::Failed(error) => return Err(error.into()),
+                    _ => {}
+                }
+            }
+        }
+        after.get_or_insert_with(Spent::now);
+    }
+    let spent = after.map_or(0.0, |after| after.own());
+    Ok(f64::from(decoded) / spent.max(0.01))
 }
 
 fn measure(args: &EngineBench, (engine, vocab): &(Engine, u32)) -> Result<Rates, Failure> {
@@ -182,6 +255,19 @@ fn show(document: &Document) {
             format!("{:.1}", row.decode_per_cpu_s),
             ratio.map_or_else(|| "-".to_owned(), |(prefill, decode)| format!("{prefill:.2}, {decode:.2}")),
         ]);
+    }
+    for column in table.column_iter_mut().skip(1) {
+        column.set_cell_alignment(CellAlignment::Right);
+    }
+    terminal::line(table);
+    let mut table = terminal::table();
+    table.set_header(["decode, tokens per CPU-second", "fixed", "eager", "fixed / eager"]);
+    for row in &document.decode_batch {
+        let requests =
+            format!("{} request{} at once", row.requests, if row.requests == 1 { "" } else { "s" });
+        let rates = [row.fixed_per_cpu_s, row.eager_per_cpu_s].map(|rate| format!("{rate:.1}"));
+        let [fixed, eager] = rates;
+        table.add_row([requests, fixed, eager, format!("{:.2}", row.ratio)]);
     }
     for column in table.column_iter_mut().skip(1) {
         column.set_cell_alignment(CellAlignment::Right);

@@ -5,7 +5,7 @@ use kvferry_plan::Dtype;
 
 use super::needles;
 use crate::{
-    args::{ArithArg, InjectArg, name_of},
+    args::{ArithArg, DecodeBatchArg, InjectArg, name_of},
     demo::prompts::Prompt,
 };
 
@@ -18,6 +18,11 @@ pub(super) const LARGE: u32 = 8192;
 pub(super) const LONG: usize = 32_768;
 pub(super) const SHORT: usize = 896;
 
+/// Tokens of an answer: every rank is dealt at least one.
+const BRIEF: u32 = 6;
+/// Tokens of an answer that still goes on when further requests come to be continued.
+const LASTING: u32 = 24;
+
 /// Whom the prompts of a case are handed to, and how.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum How {
@@ -25,6 +30,8 @@ pub(super) enum How {
     InTurn,
     /// To the same, all at the same time.
     AtOnce,
+    /// To the same, each as soon as the one before it has a token and goes on.
+    Joining,
     /// Each to two decode instances at the same time, and to some that cannot be served.
     Several,
 }
@@ -56,6 +63,10 @@ pub(super) struct Section {
     pub(super) chunk: u32,
     /// Whether prefill, and the one process too, go on from what earlier prompts left. Decode never does.
     pub(super) prefixes: bool,
+    /// Form of decode's steps.
+    pub(super) form: DecodeBatchArg,
+    /// Tokens of each answer.
+    pub(super) answer: u32,
     /// Committed on purpose: then every case has to differ.
     pub(super) fault: Option<InjectArg>,
     pub(super) cases: Vec<Case>,
@@ -94,14 +105,25 @@ pub(super) fn all(quick: bool) -> Vec<Section> {
     let mut sections = Vec::new();
     for model in models {
         for (arith, kv) in kinds() {
-            let section =
-                |chunk, cases| Section { model, kv, arith, chunk, prefixes: false, fault: None, cases };
-            sections.push(section(SMALL, edges(model)));
+            let section = |chunk, form, answer, cases| Section {
+                model,
+                kv,
+                arith,
+                chunk,
+                form,
+                answer,
+                prefixes: false,
+                fault: None,
+                cases,
+            };
+            let (fixed, eager) = (DecodeBatchArg::Fixed, DecodeBatchArg::Eager);
+            sections.push(section(SMALL, fixed, LASTING, [edges(model), mixed(model)].concat()));
+            sections.push(section(SMALL, eager, LASTING, mixed(model)));
             if !quick {
                 let edge = LARGE as usize;
                 let lengths = [edge - 1, edge, edge + 1];
-                sections
-                    .push(section(LARGE, vec![Case::new("around a chunk", How::InTurn, model, &lengths)]));
+                let cases = vec![Case::new("around a chunk", How::InTurn, model, &lengths)];
+                sections.push(section(LARGE, fixed, BRIEF, cases));
             }
         }
     }
@@ -111,6 +133,8 @@ pub(super) fn all(quick: bool) -> Vec<Section> {
         kv,
         arith,
         chunk,
+        form: DecodeBatchArg::Fixed,
+        answer: BRIEF,
         prefixes: true,
         fault: None,
         cases: needles::cases(length, chunk as usize),
@@ -128,8 +152,15 @@ fn edges(model: Embedded) -> Vec<Case> {
         case("around a page", How::InTurn, &[63, 64, 65]),
         case("around a virtual page", How::InTurn, &[255, 256, 257]),
         case("many sends", How::InTurn, &[700]),
-        case("all of these at once", How::AtOnce, &[1, 3, 64, 65, 257, 500]),
         case("served beside misfits", How::Several, &[130]),
+    ]
+}
+
+/// Steps that generate for several requests, which come and end at different times.
+fn mixed(model: Embedded) -> Vec<Case> {
+    vec![
+        Case::new("all of these at once", How::AtOnce, model, &[1, 3, 64, 65, 257, 500]),
+        Case::new("joining running ones", How::Joining, model, &[2, 130, 1, 66, 255]),
     ]
 }
 
@@ -153,6 +184,8 @@ fn controls() -> Vec<Section> {
         arith,
         chunk: SMALL,
         prefixes: false,
+        form: DecodeBatchArg::Fixed,
+        answer: BRIEF,
         fault: Some(fault),
         cases: vec![Case::new(&name_of(&fault), How::InTurn, model, &[130])],
     })
@@ -198,8 +231,13 @@ mod tests {
             let sections = all(quick);
             let faults = sections.iter().filter(|section| section.fault.is_some()).count();
             assert_eq!(faults, 8);
-            for how in [How::InTurn, How::AtOnce, How::Several] {
+            for how in [How::InTurn, How::AtOnce, How::Joining, How::Several] {
                 assert!(sections.iter().flat_map(|s| &s.cases).any(|case| case.how == how));
+            }
+            for form in [DecodeBatchArg::Fixed, DecodeBatchArg::Eager] {
+                let of_form = sections.iter().filter(|section| section.form == form);
+                let mixed = |how| of_form.clone().filter(|s| s.cases.iter().any(|c| c.how == how)).count();
+                assert_eq!((mixed(How::AtOnce), mixed(How::Joining)), (6, 6));
             }
             let longest = sections.iter().map(Section::longest).max();
             assert_eq!(longest < Some(1000), quick, "{longest:?}");

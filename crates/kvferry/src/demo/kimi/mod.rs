@@ -17,6 +17,8 @@ use futures_util::future::join_all;
 use indicatif::ProgressBar;
 use kvferry_engine::Model;
 use kvferry_plan::{Blame, LayoutSpec};
+use kvferry_server::Compute;
+use tokio::sync::oneshot;
 
 use super::{
     cluster::{Fleet, Handle, Side},
@@ -41,8 +43,6 @@ const PREFILL: &str = "tp=4,ep=4,page=64";
 const DECODE: &str = "tp=4,dcp=4,page=64";
 /// The decode side that is served beside the first.
 const SINGLE: &str = "tp=1,page=64";
-/// Tokens of each answer: every rank is dealt at least one.
-const ANSWER: u32 = 6;
 /// Rooms that a prompt has at the same time in prefill: with two decodes, and three misfits.
 const ROOMS: usize = 5;
 /// Tokens of the largest unit that a pool is filled by.
@@ -59,8 +59,8 @@ pub(crate) async fn run(args: DemoArgs) -> Result<ExitCode, Failure> {
     let cases = sections.iter().map(|section| section.cases.len()).sum::<usize>();
     let bar = progress.things("cases", cases as u64);
     for section in &sections {
-        let found = run_section(section, &args, &bar).await?;
-        suite.push(section, found);
+        let (found, compute) = run_section(section, &args, &bar).await?;
+        suite.push(section, found, compute);
         if !args.json {
             bar.suspend(|| suite.print_last());
         }
@@ -79,17 +79,18 @@ pub(crate) async fn run(args: DemoArgs) -> Result<ExitCode, Failure> {
 fn section_args(section: &Section, args: &DemoArgs) -> Result<DemoArgs, Failure> {
     let mut args = args.clone();
     (args.prefill, args.decode) = (layout(PREFILL)?, layout(DECODE)?);
-    (args.max_tokens, args.ignore_eos) = (ANSWER, true);
+    (args.max_tokens, args.ignore_eos) = (section.answer, true);
     let engine = &mut args.engine;
     (engine.arith, engine.kv_dtype, engine.chunk) = (section.arith, section.kv, section.chunk);
     engine.no_prefix_cache = !section.prefixes;
-    let sequence = |tokens: usize| tokens + ANSWER as usize;
+    engine.decode_batch = section.form;
+    let sequence = |tokens: usize| tokens + section.answer as usize;
     engine.max_model_len = u32::try_from(sequence(section.longest())).ok();
     // For what one instance has at the same time.
     let room = |tokens: usize| sequence(tokens).next_multiple_of(VIRTUAL_PAGE);
     let together = |case: &Case| match case.how {
         How::InTurn => case.lengths().map(room).max().unwrap_or(0),
-        How::AtOnce => case.lengths().map(room).sum(),
+        How::AtOnce | How::Joining => case.lengths().map(room).sum(),
         How::Several => ROOMS * case.lengths().map(room).sum::<usize>(),
     };
     engine.pool_tokens = section.cases.iter().map(|case| together(case) as u64).max();
@@ -109,7 +110,7 @@ async fn run_section(
     section: &Section,
     args: &DemoArgs,
     bar: &ProgressBar,
-) -> Result<Vec<CaseReport>, Failure> {
+) -> Result<(Vec<CaseReport>, Compute), Failure> {
     let args = section_args(section, args)?;
     let plan = Plan::new(&args);
     let plan = if section.prefixes { plan.with_prefix_cache() } else { plan };
@@ -142,8 +143,15 @@ async fn run_section(
         reports.push(CaseReport::new(case, section.fault, outcomes, refused));
         bar.inc(1);
     }
+    let compute = match decodes.first() {
+        Some(dealt) => dealt.client.health().await.map(|health| health.compute).unwrap_or_default(),
+        None => Compute::default(),
+    };
+    if let Some(last) = reports.last_mut().filter(|_| section.fault.is_none()) {
+        last.form(section.form, compute);
+    }
     fleet.stop().await;
-    Ok(reports)
+    Ok((reports, compute))
 }
 
 /// What one process answers to each prompt. It is asked in another order than prefill, which thus goes on from what was
@@ -189,16 +197,37 @@ impl World<'_> {
             How::InTurn => {
                 let mut outcomes = Vec::new();
                 for asked in &case.asked {
-                    outcomes.push(self.hand_over(asked, dealt).await);
+                    outcomes.push(self.hand_over(asked, dealt, || ()).await);
                 }
                 (outcomes, Vec::new())
             }
             How::AtOnce => {
-                let all = case.asked.iter().map(|asked| self.hand_over(asked, dealt));
+                let all = case.asked.iter().map(|asked| self.hand_over(asked, dealt, || ()));
                 (join_all(all).await, Vec::new())
             }
+            How::Joining => {
+                let mut before: Option<oneshot::Receiver<()>> = None;
+                let each = case.asked.iter().map(|asked| {
+                    let (tell, told) = oneshot::channel();
+                    let wait = before.replace(told);
+                    async move {
+                        if let Some(wait) = wait {
+                            // One that fails before its first token tells nothing: then this one begins as well.
+                            let _ = wait.await;
+                        }
+                        let mut tell = Some(tell);
+                        let on_token = || {
+                            // Nobody waits for the last one.
+                            let _ = tell.take().map(|tell| tell.send(()));
+                        };
+                        self.hand_over(asked, dealt, on_token).await
+                    }
+                });
+                let each: Vec<_> = each.collect();
+                (join_all(each).await, Vec::new())
+            }
             How::Several => {
-                let each = |decode| case.asked.iter().map(move |asked| self.hand_over(asked, decode));
+                let each = |decode| case.asked.iter().map(move |asked| self.hand_over(asked, decode, || ()));
                 let tried = self.misfits.iter().flat_map(|misfit| {
                     case.asked.iter().map(|asked| misfit.refused(self.prefill, &asked.prompt))
                 });
@@ -215,8 +244,9 @@ impl World<'_> {
         }
     }
 
-    async fn hand_over(&self, asked: &Asked, decode: &Handle) -> Outcome {
-        let run = match disaggregated::run((self.prefill, decode), &asked.prompt, self.args, |_| ()).await {
+    async fn hand_over(&self, asked: &Asked, decode: &Handle, mut on_token: impl FnMut()) -> Outcome {
+        let pair = (self.prefill, decode);
+        let run = match disaggregated::run(pair, &asked.prompt, self.args, |_| on_token()).await {
             Ok(run) => run,
             Err(problem) => return Outcome::failed(Finding::hand_off(&problem)),
         };

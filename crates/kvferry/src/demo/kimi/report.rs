@@ -1,6 +1,7 @@
 //! What the suite found, for people and for machines.
 
 use kvferry_plan::Bytes;
+use kvferry_server::Compute;
 use serde::Serialize;
 
 use super::{
@@ -8,7 +9,7 @@ use super::{
     misfits::Refused,
 };
 use crate::{
-    args::{ArithArg, DemoArgs, InjectArg, name_of},
+    args::{ArithArg, DecodeBatchArg, DemoArgs, InjectArg, name_of},
     demo::{
         report::{CacheReport, Finding, Outcome},
         table::bytes,
@@ -78,6 +79,18 @@ impl CaseReport {
         }
     }
 
+    /// Finds out whether decode ran in the form that was asked for.
+    pub(super) fn form(&mut self, form: DecodeBatchArg, compute: Compute) {
+        let right = match form {
+            DecodeBatchArg::Fixed => compute.steps_fixed > 0,
+            DecodeBatchArg::Eager => compute.steps_fixed == 0 && compute.steps_eager > 0,
+        };
+        if !right {
+            self.findings.push(Finding::form(&name_of(&form), compute.steps_fixed, compute.steps_eager));
+            self.good = false;
+        }
+    }
+
     fn verdict(&self) -> String {
         let slowest = self.refused.iter().map(|refused| refused.seconds).reduce(f64::max);
         match (&self.injected, self.good, slowest) {
@@ -114,6 +127,10 @@ struct SectionReport {
     kv: String,
     arith: String,
     chunk: u32,
+    /// Form of decode's steps.
+    decode_batch: String,
+    /// What its first instance has run.
+    compute: Compute,
     cases: Vec<CaseReport>,
 }
 
@@ -149,12 +166,14 @@ impl Suite {
         }
     }
 
-    pub(super) fn push(&mut self, section: &Section, cases: Vec<CaseReport>) {
+    pub(super) fn push(&mut self, section: &Section, cases: Vec<CaseReport>, compute: Compute) {
         self.sections.push(SectionReport {
             model: section.model.name(),
             kv: section.kv.to_string(),
             arith: name_of(&section.arith),
             chunk: section.chunk,
+            decode_batch: name_of(&section.form),
+            compute,
             cases,
         });
     }
@@ -183,8 +202,19 @@ impl Suite {
 
     /// The section that ended last.
     pub(super) fn print_last(&self) {
-        let Some(SectionReport { model, kv, arith, chunk, cases }) = self.sections.last() else { return };
-        terminal::line(styled(Look::Strong, format_args!("{model}  {kv}, {arith}, chunk {chunk}")));
+        let Some(SectionReport { model, kv, arith, chunk, decode_batch, compute, cases }) =
+            self.sections.last()
+        else {
+            return;
+        };
+        let padding = match compute.rows_padding {
+            0 => String::new(),
+            rows => format!(" ({rows} rows of padding)"),
+        };
+        terminal::line(styled(
+            Look::Strong,
+            format_args!("{model}  {kv}, {arith}, chunk {chunk}, decode {decode_batch}{padding}"),
+        ));
         cases.iter().for_each(CaseReport::print);
     }
 
