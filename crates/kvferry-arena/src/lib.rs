@@ -6,8 +6,8 @@
 //! reference to shared bytes is ever formed, because another process may write them at any time.
 //!
 //! Addresses come from `kvferry-plan`: a [`kvferry_plan::StridedMove`] copies between two arenas, [`Pieces`] are the
-//! rows of a unit on one [`Side`]. [`read_units`] packs and digests units, several in one sweep. Everything is
-//! bounds-checked.
+//! rows of a unit on one [`Side`]. [`read_units`] packs and digests units, several in one sweep. Where the source's element
+//! type is another one than the target's, all of these convert on the way. Everything is bounds-checked.
 //!
 //! *Not* for deciding what may be copied where (`kvferry-plan`, `kvferry-session`) and not a general allocator.
 //!
@@ -33,6 +33,7 @@
 //! ```
 
 mod arena;
+mod cast;
 mod digest;
 mod error;
 mod io;
@@ -44,6 +45,7 @@ mod simd;
 mod view;
 
 pub use arena::{Arena, copy_in_turns};
+pub use cast::{convert, narrow_bf16, narrow_fp8, widen_bf16, widen_fp8};
 pub use digest::{digest_plan, digest_plans, digest_rows, digest_unit};
 pub use error::ArenaError;
 pub use io::{Span, Wait};

@@ -54,9 +54,12 @@ impl Pieces {
         let mut slice = unit.slice;
         match side {
             Side::Source => {
+                // As they lie there, before any conversion.
+                (slice.len, slice.cast) = (slice.src_len(), None);
                 (run.dst_row, run.dst_step, slice.dst_offset) = (run.src_row, run.src_step, slice.src_offset);
             }
             Side::Target => {
+                slice.cast = None;
                 (run.src_row, run.src_step, slice.src_offset) = (run.dst_row, run.dst_step, slice.dst_offset);
             }
         }

@@ -21,7 +21,8 @@ pub struct UnitRead<'a> {
     pub hasher: Option<&'a mut RowHasher>,
 }
 
-/// Reads rows of several units from one side of their plans, a row of each in turn: units that take turns with the rows
+/// Reads rows of several units from one side of their plans, as the target has them (the source's bytes are converted
+/// where a plan says so), a row of each in turn: units that take turns with the rows
 /// of the same pages read these pages once, from their first byte to their last.
 ///
 /// # Errors
@@ -40,20 +41,23 @@ pub fn read_units(
         if found != due {
             return Err(ArenaError::Length { expected: Bytes(due), found: Bytes(found) });
         }
-        lanes.push((Pieces::of_rows(&unit, side, region, rows), into, hasher));
+        let cast = if side == Side::Source { unit.slice.cast } else { None };
+        lanes.push((Pieces::of_rows(&unit, side, region, rows), cast, into, hasher));
     }
     loop {
         let mut turn = Vec::with_capacity(lanes.len());
-        for (pieces, rest, hasher) in &mut lanes {
+        for (pieces, cast, rest, hasher) in &mut lanes {
             let Some(pieces) = pieces.next() else { continue };
-            let into = match rest.take().map(|rest| rest.split_at_mut_checked(pieces.bytes().index())) {
-                Some(Some((here, later))) => {
-                    *rest = Some(later);
-                    Some(here)
-                }
-                _ => None,
-            };
-            turn.push(simd::Read { pieces, into, hasher: hasher.as_deref_mut() });
+            let into =
+                match rest.take().map(|rest| rest.split_at_mut_checked(simd::packed(&pieces, *cast).index()))
+                {
+                    Some(Some((here, later))) => {
+                        *rest = Some(later);
+                        Some(here)
+                    }
+                    _ => None,
+                };
+            turn.push(simd::Read { pieces, cast: *cast, into, hasher: hasher.as_deref_mut() });
         }
         if turn.is_empty() {
             return Ok(());

@@ -49,8 +49,9 @@ fn strides() -> impl Strategy<Value = Strides> {
 
 fn moves() -> impl Strategy<Value = StridedMove> {
     let small = |max: u64| prop_oneof![9 => 0..max, 1 => any::<u64>()];
-    (strides(), strides(), small(300), small(5), small(4))
-        .prop_map(|(src, dst, len, rows, blocks)| StridedMove { src, dst, len: Bytes(len), rows, blocks })
+    (strides(), strides(), small(300), small(5), small(4)).prop_map(|(src, dst, len, rows, blocks)| {
+        StridedMove { src, dst, len: Bytes(len), rows, blocks, cast: None }
+    })
 }
 
 /// Moves that lie inside.
@@ -69,7 +70,14 @@ fn inside() -> impl Strategy<Value = StridedMove> {
         m
     };
     (strides(), strides(), 0_u64..150, 0_u64..4, 0_u64..4)
-        .prop_map(|(src, dst, len, rows, blocks)| StridedMove { src, dst, len: Bytes(len), rows, blocks })
+        .prop_map(|(src, dst, len, rows, blocks)| StridedMove {
+            src,
+            dst,
+            len: Bytes(len),
+            rows,
+            blocks,
+            cast: None,
+        })
         .prop_map(apart)
         .prop_filter("inside", |m| m.bytes().0 < 1200)
 }
@@ -151,7 +159,7 @@ proptest! {
         let arena = arena();
         let before = bytes(&arena);
         let pieces = Pieces { strides, len: Bytes(len), rows, blocks };
-        let m = StridedMove { src: strides, dst: Strides { offset: Bytes(0), row: Bytes(len), block: Bytes(len * rows) }, len: Bytes(len), rows, blocks };
+        let m = StridedMove { src: strides, dst: Strides { offset: Bytes(0), row: Bytes(len), block: Bytes(len * rows) }, len: Bytes(len), rows, blocks, cast: None };
         let mut packed = vec![0; pieces.bytes().index()];
         let inside = naive(&m, &before, &before);
         let gathered = arena.gather(&pieces, &mut packed);

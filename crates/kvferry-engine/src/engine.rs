@@ -274,7 +274,8 @@ impl Engine {
         &self.arenas
     }
 
-    /// What a peer compares before it pairs with this instance.
+    /// What a peer compares before it pairs with this instance. Whether rows are converted on their way is the node's
+    /// affair: an engine says no.
     #[must_use]
     pub fn descriptor(&self) -> Descriptor {
         Descriptor {
@@ -282,6 +283,7 @@ impl Engine {
             model: self.model.digest().to_owned(),
             shape: self.shape.clone(),
             placement: self.placement.clone(),
+            converts: false,
         }
     }
 

@@ -7,8 +7,7 @@ use std::ops::Range;
 
 use kvferry_engine::math::{
     Arith, AttentionSums, KeyPanels, Matrix, Partial, RopeTable, RowParallel, Scores, ValueRows, argmax, exp,
-    log_softmax, log_softmax_at, merge_lse, merge_max, narrow_bf16, narrow_fp8, query_block, rms_norm,
-    silu_mul, softmax, widen_bf16, widen_fp8,
+    log_softmax, log_softmax_at, merge_lse, merge_max, query_block, rms_norm, silu_mul, softmax,
 };
 use proptest::prelude::*;
 
@@ -103,93 +102,6 @@ proptest! {
         prop_assert!(Partial::finish(&[&alone], 0..1, &mut last).is_clear());
         prop_assert_eq!(bits(&last), bits(&expected[(m - 1) * n..]));
     }
-
-    #[test]
-    fn narrowing_agrees_with_an_independent_crate(values in prop::collection::vec(any::<u32>(), 1..64)) {
-        let values: Vec<f32> = values.into_iter().map(f32::from_bits).collect();
-        let mut narrow = vec![0; values.len()];
-        narrow_bf16(&values, &mut narrow);
-        for (value, narrow) in values.iter().zip(narrow) {
-            let expected = half::bf16::from_f32(*value);
-            prop_assert_eq!(half::bf16::from_bits(narrow).is_nan(), value.is_nan());
-            prop_assert!(value.is_nan() || narrow == expected.to_bits(), "{}", value);
-        }
-    }
-}
-
-/// The code of every bf16 number, made by another implementation: `tests/data/fp8`.
-fn fp8_of_bf16() -> Vec<u8> {
-    let changes = include_str!("data/fp8/e4m3fn.txt").lines().map(|line| {
-        let (bits, code) = line.split_once(' ').unwrap();
-        (usize::from_str_radix(bits, 16).unwrap(), u8::from_str_radix(code, 16).unwrap())
-    });
-    let mut codes = vec![0; 1 << 16];
-    for (from, code) in changes {
-        codes[from..].fill(code);
-    }
-    codes
-}
-
-#[test]
-fn all_bf16_narrow_to_the_fp8_of_another_implementation() {
-    let expected = fp8_of_bf16();
-    let halves: Vec<u16> = (0..=u16::MAX).collect();
-    let (mut wide, mut codes) = (vec![0.0; halves.len()], vec![0; halves.len()]);
-    widen_bf16(&halves, &mut wide);
-    narrow_fp8(&wide, &mut codes);
-    for ((bits, code), expected) in halves.iter().zip(&codes).zip(&expected) {
-        assert_eq!(code, expected, "bf16 {bits:#06x}");
-    }
-    // NaN stays NaN, what is too large is 448.
-    assert_eq!([0x7fc0, 0xffc0, 0x7f80, 0xff80].map(|bits| codes[bits]), [0x7f, 0xff, 0x7e, 0xfe]);
-}
-
-#[test]
-fn all_fp8_widen_exactly_and_come_back() {
-    let codes: Vec<u8> = (0..=u8::MAX).collect();
-    let (mut wide, mut back) = (vec![0.0; codes.len()], vec![0; codes.len()]);
-    widen_fp8(&codes, &mut wide);
-    narrow_fp8(&wide, &mut back);
-    assert_eq!(back, codes);
-    // Every code's number is a bf16, so the other implementation has said what it is.
-    let of_bf16 = fp8_of_bf16();
-    for (code, value) in codes.iter().zip(&wide) {
-        let bits = value.to_bits();
-        assert_eq!(bits & 0xffff, 0);
-        assert_eq!(of_bf16[(bits >> 16) as usize], *code, "{value}");
-    }
-}
-
-proptest! {
-    /// Between bf16 numbers too: the nearest of the 256, and of two the even one.
-    #[test]
-    fn fp8_is_the_nearest(bits: u32) {
-        let value = f32::from_bits(bits);
-        let mut code = [0];
-        narrow_fp8(&[value], &mut code);
-        let mut all = [0.0; 128];
-        widen_fp8(&(0..128).collect::<Vec<_>>(), &mut all);
-        let positive = usize::from(code[0] & 0x7f);
-        prop_assert_eq!(code[0] >> 7 == 1, value.is_sign_negative());
-        if value.is_nan() {
-            prop_assert_eq!(positive, 0x7f);
-        } else {
-            let off = |code: usize| (f64::from(all[code]) - f64::from(value.abs().min(448.0))).abs();
-            let (mine, best) = (off(positive), (0..127).map(off).fold(f64::INFINITY, f64::min));
-            prop_assert_eq!(mine, best);
-            let ties = (0..127).filter(|code| off(*code) == best).count();
-            prop_assert!(ties == 1 || positive % 2 == 0);
-        }
-    }
-}
-
-#[test]
-fn all_bf16_widen_exactly() {
-    let src: Vec<u16> = (0..=u16::MAX).collect();
-    let mut wide = vec![0.0; src.len()];
-    widen_bf16(&src, &mut wide);
-    let expected = src.iter().map(|&bits| half::bf16::from_bits(bits).to_f32());
-    assert!(wide.iter().zip(expected).all(|(a, b)| a.to_bits() == b.to_bits() || (a.is_nan() && b.is_nan())));
 }
 
 #[test]

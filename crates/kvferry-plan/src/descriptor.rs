@@ -8,7 +8,7 @@ use alloc::{
 use minicbor::{Decode, Encode};
 use serde::{Deserialize, Serialize};
 
-use crate::{Blame, CacheShape, LayerId, Placement, StateShape};
+use crate::{Blame, CacheShape, Dtypes, LayerId, Placement, StateShape};
 
 /// Version of the wire protocol that this build speaks.
 pub const PROTOCOL: u32 = 1;
@@ -29,6 +29,15 @@ pub struct Descriptor {
     /// Who holds it.
     #[n(3)]
     pub placement: Placement,
+    /// As a source it converts what a target keeps in another element type; false when absent.
+    #[cbor(n(4), skip_if = "unsaid")]
+    #[serde(default, skip_serializing_if = "unsaid")]
+    pub converts: bool,
+}
+
+/// What need not be written.
+fn unsaid(flag: &bool) -> bool {
+    !flag
 }
 
 /// The first field in which two descriptors cannot be served together.
@@ -62,20 +71,31 @@ impl Mismatch {
             "parts" => "; give both the same model and attention form",
             "digest" => "; have both take digests, or neither",
             "transports" => "; give both a transport that the other has",
-            field if field.ends_with(".dtype") => "; give both the same element type",
+            field if field.ends_with(DTYPE) => {
+                "; give both the same element type, or have the prefill side convert with `--convert-kv`"
+            }
             _ => "",
         }
     }
 }
 
+/// How the names of fields with an element type end.
+const DTYPE: &str = ".dtype";
+
 impl Descriptor {
-    /// Compares everything that both sides must share. Layouts may differ; whether two layouts fit is
-    /// [`crate::Pair::new`]'s question.
+    /// Whether the element types of a target may differ from those of this instance as its source.
+    #[must_use]
+    pub fn dtypes(&self) -> Dtypes {
+        if self.converts { Dtypes::Converted } else { Dtypes::Equal }
+    }
+
+    /// Compares everything that both sides must share, with the [`Descriptor::dtypes`] of the one that is the source.
+    /// Layouts may differ; whether two layouts fit is [`crate::Pair::with`]'s question.
     ///
     /// # Errors
     /// The first field that differs, in the order protocol, parts, then for each part layers, heads, head size,
     /// state and dtype, then model.
-    pub fn compare(&self, peer: &Self) -> Result<(), Mismatch> {
+    pub fn compare(&self, peer: &Self, dtypes: Dtypes) -> Result<(), Mismatch> {
         fn same<T: PartialEq>(
             field: &str,
             (ours, theirs): (&T, &T),
@@ -96,9 +116,11 @@ impl Descriptor {
             same(&format!("{part}.head_elems"), (&ours.head_elems, &theirs.head_elems), ToString::to_string)?;
             same(&format!("{part}.state"), (&ours.state, &theirs.state), |s| show_state(s.as_ref()))?;
             let dtype = |d: &Self| d.placement.part(part).map(|l| l.dtype);
-            same(&format!("{part}.dtype"), (&dtype(self), &dtype(peer)), |d| {
-                d.map_or_else(|| "none".into(), |d| d.to_string())
-            })?;
+            if dtypes == Dtypes::Equal {
+                same(&format!("{part}{DTYPE}"), (&dtype(self), &dtype(peer)), |d| {
+                    d.map_or_else(|| "none".into(), |d| d.to_string())
+                })?;
+            }
         }
         same("model", (&self.model, &peer.model), Clone::clone)
     }

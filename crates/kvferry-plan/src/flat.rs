@@ -1,6 +1,7 @@
 //! A plan without its strides: what transports that know only contiguous pieces are given, and what such a plan costs.
 
-use crate::{Bytes, Group, Plan, PoolLayout, Row, Run, StridedMove};
+use crate::moves::src_len;
+use crate::{Bytes, Cast, Group, Plan, PoolLayout, Row, Run, StridedMove};
 
 /// Consecutive rows that stay consecutive: `rows` rows from `src` on go to `dst` and on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -20,8 +21,29 @@ pub struct Flat {
     pub src: Bytes,
     /// Offset in the target's arena.
     pub dst: Bytes,
-    /// Length.
+    /// Length at the target.
     pub len: Bytes,
+    /// What becomes of the source's bytes, if they do not stay as they are.
+    pub cast: Option<Cast>,
+}
+
+impl Flat {
+    /// Length at the source.
+    #[must_use]
+    pub fn src_len(&self) -> Bytes {
+        src_len(self.len, self.cast)
+    }
+
+    /// Takes in `next` if it continues this one on both sides.
+    fn extend(&mut self, next: &Self) -> bool {
+        let follows = self.cast == next.cast
+            && self.src.0.checked_add(self.src_len().0) == Some(next.src.0)
+            && self.dst.0.checked_add(self.len.0) == Some(next.dst.0);
+        if follows {
+            self.len.0 = self.len.0.saturating_add(next.len.0);
+        }
+        follows
+    }
 }
 
 /// Joins runs of rows that continue one another on both sides, in the order in which they come. Numbers that 64 bits
@@ -34,22 +56,24 @@ pub struct Flat {
 /// assert_eq!(joined, [RowRun { src: Row(0), dst: Row(4), rows: 2 }, RowRun { src: Row(9), dst: Row(6), rows: 2 }]);
 /// ```
 pub fn coalesce(runs: impl IntoIterator<Item = RowRun>) -> impl Iterator<Item = RowRun> {
-    let pieces = runs.into_iter().map(|run| (run.src.0, run.dst.0, run.rows));
-    join(pieces).map(|(src, dst, rows)| RowRun { src: Row(src), dst: Row(dst), rows })
+    let extend = |run: &mut RowRun, next: &RowRun| {
+        let follows = run.src.0.checked_add(run.rows) == Some(next.src.0)
+            && run.dst.0.checked_add(run.rows) == Some(next.dst.0);
+        if follows {
+            run.rows = run.rows.saturating_add(next.rows);
+        }
+        follows
+    };
+    join(runs.into_iter(), extend)
 }
 
-/// Joins (source, target, length) triples that continue one another.
-fn join(pieces: impl Iterator<Item = (u64, u64, u64)>) -> impl Iterator<Item = (u64, u64, u64)> {
+/// Joins pieces with those behind them that `extend` takes in.
+fn join<T>(pieces: impl Iterator<Item = T>, extend: impl Fn(&mut T, &T) -> bool) -> impl Iterator<Item = T> {
     let mut pieces = pieces.peekable();
     core::iter::from_fn(move || {
-        let (src, dst, mut len) = pieces.next()?;
-        let follows = |len: u64, next: &(u64, u64, u64)| {
-            src.checked_add(len) == Some(next.0) && dst.checked_add(len) == Some(next.1)
-        };
-        while let Some((.., more)) = pieces.next_if(|next| follows(len, next)) {
-            len = len.saturating_add(more);
-        }
-        Some((src, dst, len))
+        let mut piece = pieces.next()?;
+        while pieces.next_if(|next| extend(&mut piece, next)).is_some() {}
+        Some(piece)
     })
 }
 
@@ -79,7 +103,7 @@ impl Plan {
                 moves.flat_map(pieces)
             })
         });
-        join(pieces).map(|(src, dst, len)| Flat { src: Bytes(src), dst: Bytes(dst), len: Bytes(len) })
+        join(pieces, Flat::extend)
     }
 
     /// How many pieces [`Plan::flat`] has, pieces of different layers never joined: one layer of each group is looked
@@ -91,7 +115,7 @@ impl Plan {
             let regions = first.and_then(|l| src.region(l, group.part).zip(dst.region(l, group.part)));
             let per_layer = regions.map_or(0, |(from, to)| {
                 let moves = self.group_runs(group).iter().map(|r| StridedMove::new(r, group.slice, from, to));
-                join(moves.flat_map(pieces)).count() as u64
+                join(moves.flat_map(pieces), Flat::extend).count() as u64
             });
             per_layer.saturating_mul(group.layers.len() as u64)
         };
@@ -100,8 +124,10 @@ impl Plan {
 }
 
 /// The contiguous pieces of a move; none if it lies nowhere.
-fn pieces(m: StridedMove) -> impl Iterator<Item = (u64, u64, u64)> {
+fn pieces(m: StridedMove) -> impl Iterator<Item = Flat> {
     let nowhere = m.src.offset.0 == u64::MAX || m.dst.offset.0 == u64::MAX;
     let blocks = if nowhere { 0 } else { m.blocks };
-    (0..blocks).flat_map(move |b| (0..m.rows).map(move |i| (m.src.at(b, i).0, m.dst.at(b, i).0, m.len.0)))
+    (0..blocks).flat_map(move |b| {
+        (0..m.rows).map(move |i| Flat { src: m.src.at(b, i), dst: m.dst.at(b, i), len: m.len, cast: m.cast })
+    })
 }

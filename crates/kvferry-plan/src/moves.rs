@@ -1,6 +1,6 @@
 //! From rows to bytes: a run between two regions as one strided move.
 
-use crate::{Bytes, Region, Row, Run};
+use crate::{Bytes, Cast, Region, Row, Run};
 
 /// The bytes of a row that go over: the heads that both ranks hold.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -9,8 +9,23 @@ pub struct Slice {
     pub src_offset: Bytes,
     /// Offset in the target row.
     pub dst_offset: Bytes,
-    /// Length.
+    /// Length in the target row, which is what crosses.
     pub len: Bytes,
+    /// What the source makes of its bytes on the way, where the two sides have different element types.
+    pub cast: Option<Cast>,
+}
+
+impl Slice {
+    /// Length in the source row.
+    #[must_use]
+    pub fn src_len(&self) -> Bytes {
+        src_len(self.len, self.cast)
+    }
+}
+
+/// Bytes at the source of `len` bytes at the target.
+pub(crate) fn src_len(len: Bytes, cast: Option<Cast>) -> Bytes {
+    cast.map_or(len, |cast| cast.source_len(len))
 }
 
 /// Where the rows of a [`StridedMove`] lie in one arena.
@@ -59,28 +74,37 @@ pub struct StridedMove {
     pub src: Strides,
     /// Where they go.
     pub dst: Strides,
-    /// Bytes of each piece.
+    /// Bytes of each piece at the target.
     pub len: Bytes,
     /// Pieces of a block.
     pub rows: u64,
     /// Blocks.
     pub blocks: u64,
+    /// What becomes of the source's bytes, if they do not stay as they are.
+    pub cast: Option<Cast>,
 }
 
 impl StridedMove {
     /// The bytes of `run` that lie in `slice`, between two regions.
     pub(crate) fn new(run: &Run, slice: Slice, src: &Region, dst: &Region) -> Self {
         Self {
-            src: Strides::in_region(src, run.src_row, run.src_step, slice.src_offset, slice.len, run),
+            src: Strides::in_region(src, run.src_row, run.src_step, slice.src_offset, slice.src_len(), run),
             dst: Strides::in_region(dst, run.dst_row, run.dst_step, slice.dst_offset, slice.len, run),
             len: slice.len,
             rows: run.block,
             blocks: run.blocks,
+            cast: slice.cast,
         }
         .merged()
     }
 
-    /// Bytes moved in all.
+    /// Bytes of each piece at the source.
+    #[must_use]
+    pub fn src_len(&self) -> Bytes {
+        src_len(self.len, self.cast)
+    }
+
+    /// Bytes written in all.
     #[must_use]
     pub fn bytes(&self) -> Bytes {
         Bytes(self.len.0.saturating_mul(self.rows).saturating_mul(self.blocks))
@@ -92,7 +116,7 @@ impl StridedMove {
         if self.blocks > 1 && continues(&self.src, self.rows) && continues(&self.dst, self.rows) {
             (self.rows, self.blocks) = (self.rows.saturating_mul(self.blocks), 1);
         }
-        if self.rows > 1 && self.src.row == self.len && self.dst.row == self.len {
+        if self.rows > 1 && self.src.row == self.src_len() && self.dst.row == self.len {
             (self.len, self.rows) = (Bytes(self.len.0.saturating_mul(self.rows)), 1);
         }
         if self.rows == 1 && self.blocks > 1 {

@@ -8,8 +8,8 @@ use crate::holding::{Holding, owned_rows};
 use crate::runs::Relation;
 use crate::unsupported::unsupported;
 use crate::{
-    Axis, Bytes, CacheShape, Cover, Covered, LayerId, PageTable, Part, PartShape, Placement, Plan, RankId,
-    Replica, Run, Slice, SlotId, TokenRange, Unsupported,
+    Axis, Bytes, CacheShape, Cast, Cover, Covered, Dtype, Dtypes, LayerId, PageTable, Part, PartShape,
+    Placement, Plan, RankId, Replica, Run, Slice, SlotId, TokenRange, Unsupported,
 };
 
 /// One end of a plan: a rank and the pages that the request owns there.
@@ -42,11 +42,37 @@ pub struct Pair {
 
 impl Pair {
     /// Checks both placements against the shape and against each other, once, and proves that the source holds
-    /// every coordinate that the target wants.
+    /// every coordinate that the target wants. What is moved is moved as it is: element types must be equal.
     ///
     /// # Errors
     /// Names the axis on which they do not fit.
     pub fn new(shape: CacheShape, src: Placement, dst: Placement) -> Result<Self, Unsupported> {
+        Self::with(shape, src, dst, Dtypes::Equal)
+    }
+
+    /// As [`Pair::new`], but with [`Dtypes::Converted`] the element types of the two sides may differ. Everything that
+    /// a plan counts in bytes is then bytes of the target: what crosses and what is digested.
+    ///
+    /// # Errors
+    /// As [`Pair::new`].
+    ///
+    /// ```
+    /// use kvferry_plan::{CacheShape, Dtype, Dtypes, End, PageTable, Pair, Placement, RankId, TokenRange};
+    /// let shape = CacheShape::mla(1, 576);
+    /// let [wide, narrow] = [Dtype::F32, Dtype::Fp8E4m3].map(|dtype| Placement::single(&shape, 64, dtype));
+    /// assert!(Pair::new(shape.clone(), wide.clone(), narrow.clone()).is_err());
+    /// let pair = Pair::with(shape, wide, narrow, Dtypes::Converted).unwrap();
+    /// let table = PageTable::identity(1);
+    /// let end = End { rank: RankId(0), table: &table };
+    /// let plan = pair.plan(end, end, TokenRange::new(0, 10)).unwrap();
+    /// assert_eq!((plan.bytes().0, plan.groups()[0].slice.src_len().0), (10 * 576, 4 * 576));
+    /// ```
+    pub fn with(
+        shape: CacheShape,
+        src: Placement,
+        dst: Placement,
+        dtypes: Dtypes,
+    ) -> Result<Self, Unsupported> {
         for (side, placement) in [("source", &src), ("target", &dst)] {
             if let Err(e) = placement.check(&shape) {
                 return unsupported(Axis::Placement, format!("{side}: {e}"));
@@ -69,7 +95,7 @@ impl Pair {
         }
         for part in &shape.parts {
             let (Some(s), Some(d)) = (src.part(part.part), dst.part(part.part)) else { continue };
-            if s.dtype != d.dtype {
+            if dtypes == Dtypes::Equal && s.dtype != d.dtype {
                 return unsupported(
                     Axis::Dtype,
                     format!(
@@ -371,22 +397,38 @@ impl Pair {
         src: RankId,
         dst: RankId,
     ) -> impl Iterator<Item = (u32, Slice)> + 'a {
-        let dtype = self.src.part(part.part).map_or(0, |layout| layout.dtype.size().0);
-        let head = u64::from(part.head_elems).saturating_mul(dtype);
+        let head = |dtype: Dtype| u64::from(part.head_elems).saturating_mul(dtype.size().0);
+        let dtypes = self.dtypes(part.part);
+        let cast = dtypes.and_then(|(from, to)| Cast::between(from, to));
+        let (src_head, dst_head) = dtypes.map_or((0, 0), |(from, to)| (head(from), head(to)));
         // Where the groups begin in a row of each rank.
         let (mut src_at, mut dst_at) = (0, 0);
         let shares = self.src.shares(part, src).zip(self.dst.shares(part, dst));
         (0..).zip(shares).filter_map(move |(group, (s, d))| {
             let (src_group, dst_group) = (src_at, dst_at);
-            src_at += s.len() as u64 * head;
-            dst_at += d.len() as u64 * head;
+            src_at += s.len() as u64 * src_head;
+            dst_at += d.len() as u64 * dst_head;
             let heads = s.start.max(d.start)..s.end.min(d.end);
             let slice = |heads: Range<u32>| Slice {
-                src_offset: Bytes(src_group + u64::from(heads.start - s.start) * head),
-                dst_offset: Bytes(dst_group + u64::from(heads.start - d.start) * head),
-                len: Bytes(heads.len() as u64 * head),
+                src_offset: Bytes(src_group + u64::from(heads.start - s.start) * src_head),
+                dst_offset: Bytes(dst_group + u64::from(heads.start - d.start) * dst_head),
+                len: Bytes(heads.len() as u64 * dst_head),
+                cast,
             };
             (!heads.is_empty()).then(|| (group, slice(heads)))
+        })
+    }
+
+    /// Element types of a part at the source and at the target.
+    fn dtypes(&self, part: Part) -> Option<(Dtype, Dtype)> {
+        Some((self.src.part(part)?.dtype, self.dst.part(part)?.dtype))
+    }
+
+    /// What the source makes of the rows of each part that the target has in another element type.
+    pub fn casts(&self) -> impl Iterator<Item = (Part, Cast)> + '_ {
+        self.shape.parts.iter().filter_map(|part| {
+            let (from, to) = self.dtypes(part.part)?;
+            Some((part.part, Cast::between(from, to)?))
         })
     }
 

@@ -21,7 +21,7 @@ fn descriptor() -> Descriptor {
         ],
         host_pages: None,
     };
-    Descriptor { protocol: 1, model: "5d1b0c".into(), shape, placement }
+    Descriptor { protocol: 1, model: "5d1b0c".into(), shape, placement, converts: false }
 }
 
 fn hex(text: &str) -> Vec<u8> {
@@ -58,7 +58,7 @@ fn keys_of_a_later_version_are_ignored() {
         .unwrap();
     e.u32(2).unwrap().encode(&descriptor.shape).unwrap();
     e.u32(3).unwrap().encode(&descriptor.placement).unwrap();
-    e.u32(4).unwrap().null().unwrap();
+    e.u32(5).unwrap().null().unwrap();
     assert_eq!(decode::<Descriptor>(&bytes).unwrap(), descriptor);
 
     let mut bytes = Vec::new();
@@ -143,6 +143,7 @@ prop_compose! {
         (cp, tp) in any::<(u32, u32)>(),
         parts in prop::collection::vec(part_layout(), 0..3),
         host_pages in any::<Option<u32>>(),
+        converts in any::<bool>(),
     ) -> Descriptor {
         let parts_of = shapes.into_iter().zip([Part::Latent, Part::Key, Part::Value]);
         let shape = CacheShape {
@@ -150,7 +151,7 @@ prop_compose! {
                 .map(|((layers, heads, head_elems, state), part)| PartShape { part, layers, heads, head_elems, state })
                 .collect(),
         };
-        Descriptor { protocol, model, shape, placement: Placement { stages, cp, tp, parts, host_pages } }
+        Descriptor { protocol, model, shape, placement: Placement { stages, cp, tp, parts, host_pages }, converts }
     }
 }
 
@@ -192,8 +193,10 @@ proptest! {
         }
         // What still reads as a descriptor may be nonsense; pairing with it must have an answer.
         if let Ok(theirs) = decode::<Descriptor>(&bytes) {
-            let _ = descriptor().compare(&theirs).map_err(|m| m.to_string());
-            let _ = Pair::new(theirs.shape, descriptor().placement, theirs.placement).map_err(|e| e.to_string());
+            let dtypes = theirs.dtypes();
+            let _ = descriptor().compare(&theirs, dtypes).map_err(|m| m.to_string());
+            let (src, dst) = (descriptor().placement, theirs.placement);
+            let _ = Pair::with(theirs.shape, src, dst, dtypes).map_err(|e| e.to_string());
         }
     }
 

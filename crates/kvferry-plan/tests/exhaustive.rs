@@ -129,6 +129,26 @@ fn head_splits() {
     }
 }
 
+/// Every element type to every other, over heads that are cut, rows that touch and rows that do not.
+#[test]
+fn every_conversion() {
+    let types = [Dtype::F32, Dtype::Bf16, Dtype::Fp8E4m3];
+    for shape in [CacheShape::gqa(1, 3, 2), CacheShape::mla(1, 3)] {
+        let tps = [(1, 1), (2, 1), (3, 1), (2, 2), (4, 2)];
+        let all = placements(&shape, &[&[&[0]]], &[1], &tps, &[1, 2], &[2, 3], false);
+        for (src, dst) in all.iter().flat_map(|src| all.iter().map(move |dst| (src, dst))) {
+            for (from, to) in types.into_iter().flat_map(|from| types.map(|to| (from, to))) {
+                let typed = |place: &Placement, dtype| {
+                    let mut place = place.clone();
+                    place.parts.iter_mut().for_each(|part| part.dtype = dtype);
+                    place
+                };
+                cases(&shape, &typed(src, from), &typed(dst, to), 7).iter().for_each(Case::check_bytes);
+            }
+        }
+    }
+}
+
 /// The token axis alone, exhaustively: every pair of maps and page sizes, every range.
 #[test]
 fn every_range_of_every_pair_of_token_maps() {

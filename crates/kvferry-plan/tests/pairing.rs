@@ -95,6 +95,11 @@ fn sides_that_do_not_fit_name_the_axis() {
         "unsupported dtype: part `value` is bf16 at the source and f32 at the target"
     );
 
+    let other = with(|p| p.parts[1].dtype = Dtype::F32);
+    let pair = Pair::with(shape.clone(), single.clone(), other, Dtypes::Converted).unwrap();
+    let casts: Vec<_> = pair.casts().map(|(part, cast)| format!("{part}: {cast}")).collect();
+    assert_eq!(casts, ["value: bf16 to f32"]);
+
     let refusal = refuse(single.clone(), with(|p| p.cp = 2));
     assert_eq!(refusal.to_string(), "unsupported context parallel: the target has cp 2; 1 is supported");
     assert!(Pair::new(shape.clone(), with(|p| p.cp = 2), single.clone()).is_ok());
@@ -240,12 +245,12 @@ fn rows_that_a_region_does_not_have_go_nowhere() {
 #[test]
 fn descriptors_that_differ_name_the_first_field() {
     let (shape, placement) = gqa();
-    let ours = Descriptor { protocol: PROTOCOL, model: "abc".into(), shape, placement };
-    assert_eq!(ours.compare(&ours), Ok(()));
+    let ours = Descriptor { protocol: PROTOCOL, model: "abc".into(), shape, placement, converts: false };
+    assert_eq!(ours.compare(&ours, Dtypes::Equal), Ok(()));
     let differs = |edit: fn(&mut Descriptor)| {
         let mut theirs = ours.clone();
         edit(&mut theirs);
-        let mismatch = ours.compare(&theirs).unwrap_err();
+        let mismatch = ours.compare(&theirs, Dtypes::Equal).unwrap_err();
         assert_eq!(mismatch.blame(), Blame::PeerIncompatible);
         mismatch.to_string()
     };
@@ -264,8 +269,13 @@ fn descriptors_that_differ_name_the_first_field() {
     );
     assert_eq!(
         differs(|d| d.placement.parts[0].dtype = Dtype::F32),
-        "`key.dtype` differs: here bf16, at the peer f32; give both the same element type"
+        "`key.dtype` differs: here bf16, at the peer f32; give both the same element type, or have the \
+         prefill side convert with `--convert-kv`"
     );
+    let mut theirs = ours.clone();
+    (theirs.converts, theirs.placement.parts[0].dtype) = (true, Dtype::F32);
+    assert_eq!(ours.compare(&theirs, theirs.dtypes()), Ok(()), "the source converts");
+    assert!(ours.compare(&theirs, ours.dtypes()).is_err(), "a target cannot");
     assert_eq!(
         differs(|d| d.shape.parts.truncate(1)),
         "`parts` differs: here key+value, at the peer key; give both the same model and attention form"
@@ -280,7 +290,7 @@ fn descriptors_that_differ_name_the_first_field() {
     // Layouts may differ.
     let mut theirs = ours.clone();
     (theirs.placement.tp, theirs.placement.parts[0].page_size) = (4, 24);
-    assert_eq!(ours.compare(&theirs), Ok(()));
+    assert_eq!(ours.compare(&theirs, Dtypes::Equal), Ok(()));
 }
 
 #[test]

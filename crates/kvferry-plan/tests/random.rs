@@ -52,7 +52,11 @@ fn draft_part(shape: &CacheShape) -> PartShape {
     part
 }
 
-/// A placement whose parts may differ in token map and page size, as draft rows do.
+fn dtype() -> impl Strategy<Value = Dtype> {
+    prop::sample::select(vec![Dtype::F32, Dtype::Bf16, Dtype::Fp8E4m3])
+}
+
+/// A placement whose parts may differ in token map and page size, as draft rows do, and in element type.
 fn placement(shape: CacheShape, cps: std::ops::Range<u32>) -> impl Strategy<Value = Placement> {
     let layers = shape.parts[0].layers.len();
     let latent = shape.part(Part::Latent).is_some();
@@ -63,17 +67,13 @@ fn placement(shape: CacheShape, cps: std::ops::Range<u32>) -> impl Strategy<Valu
             .map(|p| {
                 let part = p.part;
                 if let Some(state) = &p.state {
-                    let page_size = state.window;
-                    return Just(PartLayout { part, tokens: TokenMap::Dense, page_size, dtype: Dtype::Bf16 })
+                    let (tokens, page_size) = (TokenMap::Dense, state.window);
+                    return dtype()
+                        .prop_map(move |dtype| PartLayout { part, tokens, page_size, dtype })
                         .boxed();
                 }
-                (token_map(tp, cp, latent), 1..70_u32)
-                    .prop_map(move |(tokens, page_size)| PartLayout {
-                        part,
-                        tokens,
-                        page_size,
-                        dtype: Dtype::Bf16,
-                    })
+                (token_map(tp, cp, latent), 1..70_u32, dtype())
+                    .prop_map(move |(tokens, page_size, dtype)| PartLayout { part, tokens, page_size, dtype })
                     .boxed()
             })
             .collect();

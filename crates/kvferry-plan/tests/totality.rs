@@ -64,9 +64,10 @@ fn wild_map() -> impl Strategy<Value = TokenMap> {
 fn wild_placement(shape: &CacheShape) -> BoxedStrategy<Placement> {
     let names: Vec<Part> = shape.parts.iter().map(|p| p.part).collect();
     let stages = prop::collection::vec(prop::collection::vec(small(u32::MAX).prop_map(LayerId), 0..3), 0..3);
-    let wild = (stages, small(u32::MAX), small(u32::MAX), wild_map(), small(u32::MAX));
-    let placement = wild.prop_map(move |(stages, tp, cp, tokens, page_size)| {
-        let layout = |part: &Part| PartLayout { part: *part, tokens, page_size, dtype: Dtype::Bf16 };
+    let dtype = prop::sample::select(vec![Dtype::F32, Dtype::Bf16, Dtype::Fp8E4m3]);
+    let wild = (stages, small(u32::MAX), small(u32::MAX), wild_map(), small(u32::MAX), dtype);
+    let placement = wild.prop_map(move |(stages, tp, cp, tokens, page_size, dtype)| {
+        let layout = |part: &Part| PartLayout { part: *part, tokens, page_size, dtype };
         Placement { stages, cp, tp, parts: names.iter().map(layout).collect(), host_pages: None }
     });
     placement.boxed()
@@ -154,7 +155,7 @@ fn interrogate(
             let _ = (table.check(n as u32), table.row(n, m as u32));
         }
     }
-    let Ok(pair) = Pair::new(shape.clone(), sides[0].clone(), sides[1].clone()) else {
+    let Ok(pair) = Pair::with(shape.clone(), sides[0].clone(), sides[1].clone(), Dtypes::Converted) else {
         return;
     };
     let pools: Vec<_> = sides.map(|side| PoolLayout::new(shape, side, rank(n, side), 1 << 10)).into();
@@ -184,8 +185,8 @@ fn interrogate(
             let (Some(from), Some(to)) = (region(from), region(to)) else { continue };
             for m in unit.moves(&from, &to) {
                 // Inside its region, or nowhere.
-                for (side, region) in [(m.src, from), (m.dst, to)] {
-                    let last = side.at(m.blocks - 1, m.rows - 1).0.saturating_add(m.len.0);
+                for (side, len, region) in [(m.src, m.src_len(), from), (m.dst, m.len, to)] {
+                    let last = side.at(m.blocks - 1, m.rows - 1).0.saturating_add(len.0);
                     let end = region.offset.0 + region.rows * region.row_bytes.0;
                     let inside = side.offset >= region.offset && last <= end;
                     assert!(inside || side.offset.0 == u64::MAX, "{m:?} {region:?}");

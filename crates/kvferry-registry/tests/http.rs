@@ -37,6 +37,7 @@ fn member(started_ms: u64) -> Member {
             model: "abc".into(),
             placement: Placement::single(&shape, 16, Dtype::Bf16),
             shape,
+            converts: false,
         },
         transports: vec!["shm://@x".into()],
         capacity: None,

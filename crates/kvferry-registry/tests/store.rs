@@ -28,6 +28,7 @@ fn member(name: &str, started_ms: u64, ranks: u32) -> Member {
             model: "m".into(),
             placement: Placement::single(&shape, 16, Dtype::F32),
             shape,
+            converts: false,
         },
         transports: vec!["tcp://127.0.0.1:9002".into()],
         capacity: None,

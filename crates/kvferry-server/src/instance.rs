@@ -17,7 +17,7 @@ use axum::{
 };
 use kvferry_engine::{Engine, EngineConfig, HandOff, Model, RoomLease};
 use kvferry_node::{Node, NodeConfig, Observer};
-use kvferry_plan::{Blame, Bytes, Incarnation, InstanceId, RoomKey};
+use kvferry_plan::{Blame, Bytes, Descriptor, Incarnation, InstanceId, RoomKey};
 use kvferry_registry::{Client, Guarded, Member, Registration, Role, State, bind_loopback};
 use kvferry_transport::{Inject, TransportKind};
 use tokio::net::TcpListener;
@@ -56,6 +56,8 @@ pub struct InstanceConfig {
     pub rate: Option<Bytes>,
     /// Whether payload digests are compared.
     pub digest: bool,
+    /// Whether a prefill instance converts what a decode instance keeps in another element type; else they do not pair.
+    pub convert_kv: bool,
     /// A fault to commit on what lands here.
     pub inject: Option<Inject>,
     /// How long a request may wait for pages.
@@ -211,13 +213,14 @@ impl Instance {
         let http = listener.local_addr()?;
         let handoff = Arc::new(NodeHandOff::default());
         let engine = Engine::start(model, &config.engine, Arc::clone(&handoff) as Arc<dyn HandOff>)?;
+        let descriptor = Descriptor { converts: config.convert_kv, ..engine.descriptor() };
         let mut limits = kvferry_node::Limits::default();
         limits.transport.rate = config.rate;
         let node = Node::start(NodeConfig {
             instance: config.instance.clone(),
             incarnation: None,
             bind: (config.listen.ip(), 0).into(),
-            descriptor: engine.descriptor(),
+            descriptor: descriptor.clone(),
             hosts: None,
             arenas: engine.arenas().to_vec(),
             transports: config.transports,
@@ -233,7 +236,7 @@ impl Instance {
             control: node.endpoint(),
             ranks: engine.placement().ranks(),
             hosts: None,
-            descriptor: engine.descriptor(),
+            descriptor,
             transports: node.transports().into_iter().map(|(_, endpoint)| endpoint).collect(),
             capacity: Some(engine.capacity().clone()),
         };

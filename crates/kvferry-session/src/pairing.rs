@@ -147,7 +147,12 @@ impl Pairing {
             differ("instance", instance, &peer.instance)?;
             differ("incarnation", incarnation, &peer.incarnation)?;
         }
-        ours.descriptor.compare(&peer.descriptor)?;
+        let source = match self.side {
+            Side::Source => &ours.descriptor,
+            Side::Target => &peer.descriptor,
+        };
+        let dtypes = source.dtypes();
+        ours.descriptor.compare(&peer.descriptor, dtypes)?;
         let on = |h: &Hello| if h.capabilities.has(Capabilities::DIGEST) { "on" } else { "off" };
         differ("digest", &on(ours), &on(&peer))?;
 
@@ -160,7 +165,7 @@ impl Pairing {
             Side::Source => (&mine, &theirs),
             Side::Target => (&theirs, &mine),
         };
-        let pair = Pair::new(shape, src.clone(), dst.clone()).map_err(|unsupported| Mismatch {
+        let pair = Pair::with(shape, src.clone(), dst.clone(), dtypes).map_err(|unsupported| Mismatch {
             field: unsupported.axis.to_string(),
             ours: describe(unsupported.axis, &mine),
             theirs: format!("{} ({})", describe(unsupported.axis, &theirs), unsupported.reason),

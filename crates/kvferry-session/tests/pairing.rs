@@ -14,7 +14,7 @@ fn hello(name: &str, spec: &str) -> Hello {
         capabilities: Capabilities::DIGEST,
         instance: InstanceId(name.into()),
         incarnation: Incarnation { started_ms: 1, nonce: name.len() as u64 },
-        descriptor: Descriptor { protocol: PROTOCOL, model: "m".into(), shape, placement },
+        descriptor: Descriptor { protocol: PROTOCOL, model: "m".into(), shape, placement, converts: false },
         pages: 100,
         transports: ["tcp", "shm"]
             .map(|name| Endpoint { name: name.into(), address: format!("{name}://here") })
@@ -104,6 +104,38 @@ fn every_field_that_does_not_fit_is_named() {
         let PairingError::RefusedByPeer(theirs) = told.unwrap_err() else { panic!() };
         let ours = error.mismatch().unwrap();
         assert_eq!((&theirs.field, &theirs.ours, &theirs.theirs), (&ours.field, &ours.theirs, &ours.ours));
+    }
+}
+
+/// The source converts if it says so, whichever side hears it; a target that would convert does not help.
+#[test]
+fn element_types_may_differ_when_the_source_converts() {
+    for (prefill_converts, decode_converts) in [(false, false), (false, true), (true, false), (true, true)] {
+        let with = |name, spec, converts| {
+            let mut hello = hello(name, spec);
+            hello.descriptor.converts = converts;
+            hello
+        };
+        let prefill = with("prefill", "tp=2,kv=f32", prefill_converts);
+        let decode = with("decode", "tp=1,kv=fp8", decode_converts);
+        for (mine, side, theirs) in [(&prefill, Side::Source, &decode), (&decode, Side::Target, &prefill)] {
+            let answer = Pairing::new(mine.clone(), side, None).answer(Message::Hello(theirs.clone()));
+            match answer {
+                Ok(peer) => {
+                    assert!(prefill_converts);
+                    let casts: Vec<_> = peer.pair.casts().map(|(_, cast)| cast.to_string()).collect();
+                    assert_eq!(casts, ["f32 to fp8", "f32 to fp8"]);
+                }
+                Err(error) => {
+                    assert!(!prefill_converts);
+                    assert_eq!(error.mismatch().unwrap().field, "key.dtype");
+                    assert!(
+                        error.to_string().contains("have the prefill side convert with `--convert-kv`"),
+                        "{error}"
+                    );
+                }
+            }
+        }
     }
 }
 

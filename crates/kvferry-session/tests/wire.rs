@@ -27,7 +27,7 @@ fn head() -> Head {
 fn descriptor(shape: CacheShape, spec: &str) -> Descriptor {
     let spec: LayoutSpec = spec.parse().unwrap();
     let placement = spec.placement(&shape, Dtype::Bf16).unwrap();
-    Descriptor { protocol: PROTOCOL, model: "00ff".into(), shape, placement }
+    Descriptor { protocol: PROTOCOL, model: "00ff".into(), shape, placement, converts: false }
 }
 
 fn hello(descriptor: Descriptor) -> Message {

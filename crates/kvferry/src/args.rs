@@ -148,6 +148,9 @@ pub(crate) struct EngineArgs {
     /// How the cache is moved: pushed over TCP, or pulled out of shared memory
     #[arg(long, value_enum, default_value_t = TransportArg::Tcp, help_heading = "Hand-off")]
     pub(crate) transport: TransportArg,
+    /// At prefill: convert what decode keeps in another element type; without it two that differ do not pair
+    #[arg(long, help_heading = "Hand-off")]
+    pub(crate) convert_kv: bool,
     /// Move at most so many bytes per second to or from one peer, on the side that moves them
     #[arg(long, value_name = "BYTES", value_parser = clap::value_parser!(u64).range(1..), help_heading = "Hand-off")]
     pub(crate) throttle: Option<u64>,
@@ -201,7 +204,7 @@ pub(crate) struct DemoArgs {
     pub(crate) ignore_eos: bool,
     /// Run a set of cases instead of one pair and its prompts
     #[arg(long, value_enum, value_name = "SUITE", conflicts_with_all = ["prefill", "decode", "prompt", "prompt_tokens",
-          "max_tokens", "attention", "arith", "kv_dtype", "max_model_len", "pool_tokens"])]
+          "max_tokens", "attention", "arith", "kv_dtype", "convert_kv", "max_model_len", "pool_tokens"])]
     pub(crate) suite: Option<SuiteArg>,
     /// Only so much of the suite as takes seconds
     #[arg(long, requires = "suite")]
@@ -362,6 +365,7 @@ impl EngineArgs {
             latent_eps,
             no_prefix_cache,
             transport,
+            convert_kv,
             throttle,
             inject,
             no_digest,
@@ -380,7 +384,11 @@ impl EngineArgs {
             ("--throttle", throttle.map(|bytes| bytes.to_string())),
             ("--inject", inject.map(|fault| name_of(&fault))),
         ];
-        let flags = [("--no-prefix-cache", *no_prefix_cache), ("--no-digest", *no_digest)];
+        let flags = [
+            ("--no-prefix-cache", *no_prefix_cache),
+            ("--convert-kv", *convert_kv),
+            ("--no-digest", *no_digest),
+        ];
         let options =
             options.into_iter().filter_map(|(name, value)| Some([name.to_owned(), value?])).flatten();
         let flags = flags.into_iter().filter(|(_, on)| *on).map(|(name, _)| name.to_owned());
@@ -568,6 +576,7 @@ mod tests {
             "--no-prefix-cache",
             "--decode-batch",
             "fixed",
+            "--convert-kv",
             "--max-queued",
             "3",
             "--max-wait",

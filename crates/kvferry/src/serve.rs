@@ -79,6 +79,7 @@ pub(crate) async fn run(args: ServeArgs) -> Result<(), Failure> {
         transports: vec![engine.transport.into()],
         rate: engine.throttle.map(Bytes),
         digest: !engine.no_digest,
+        convert_kv: engine.convert_kv,
         inject: engine.inject.and_then(InjectArg::in_transfer),
         queue: Duration::from_secs(args.instance.max_wait),
         traces: traces.sink(),

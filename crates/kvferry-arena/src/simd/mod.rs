@@ -6,9 +6,10 @@
 
 #[cfg(target_arch = "x86_64")]
 mod avx2;
+mod converted;
 mod xxh3;
 
-use kvferry_plan::{Bytes, StridedMove, Strides};
+use kvferry_plan::{Bytes, Cast, StridedMove, Strides};
 
 pub use xxh3::RowHasher;
 
@@ -27,7 +28,9 @@ pub enum Stores {
 struct Lane {
     from: *const u8,
     to: *mut u8,
+    /// Bytes of a piece at the target.
     len: usize,
+    cast: Option<Cast>,
     /// Pieces of a block.
     rows: usize,
     /// Pieces.
@@ -44,14 +47,16 @@ impl Lane {
         if m.rows == 0 || m.blocks == 0 || m.len.0 == 0 {
             return Ok(None);
         }
-        let reach = |side: &Strides| extent(side, m.len, m.rows, m.blocks);
-        let from = src.source(m.src.offset, reach(&m.src)?)?;
-        let to = dst.target(m.dst.offset, reach(&m.dst)?)?;
+        whole(m.len, m.cast)?;
+        let reach = |side: &Strides, len| extent(side, len, m.rows, m.blocks);
+        let from = src.source(m.src.offset, reach(&m.src, m.src_len())?)?;
+        let to = dst.target(m.dst.offset, reach(&m.dst, m.len)?)?;
         let step = |side: &Strides| [side.block.index(), side.row.index()];
         Ok(Some(Self {
             from,
             to,
             len: m.len.index(),
+            cast: m.cast,
             rows: m.rows as usize,
             count: m.rows.saturating_mul(m.blocks) as usize,
             from_step: step(&m.src),
@@ -82,6 +87,10 @@ pub(crate) fn copy<'a>(
         moves.filter_map(|(dst, m)| Lane::new(src, dst, m).transpose()).collect::<Result<Vec<_>, _>>()?;
     // SAFETY: both sides were checked up to their last byte, and AVX2 is only used where it exists.
     unsafe {
+        if lanes.iter().any(|lane| lane.cast.is_some()) {
+            scalar(&lanes);
+            return Ok(());
+        }
         #[cfg(target_arch = "x86_64")]
         if std::arch::is_x86_feature_detected!("avx2") {
             match stores {
@@ -96,7 +105,7 @@ pub(crate) fn copy<'a>(
     Ok(())
 }
 
-/// Piece by piece with the library's copy.
+/// Piece by piece with the library's copy, or converted.
 ///
 /// # Safety
 /// Every piece of every lane lies in memory that may be read and written.
@@ -105,7 +114,12 @@ unsafe fn scalar(lanes: &[Lane]) {
         for lane in lanes.iter().filter(|lane| n < lane.count) {
             let (from, to) = lane.piece(n);
             // SAFETY: the caller's promise. `copy` because an arena may be copied into itself.
-            unsafe { std::ptr::copy(from, to, lane.len) };
+            unsafe {
+                match lane.cast {
+                    Some(cast) => converted::piece(cast, from, to, lane.len),
+                    None => std::ptr::copy(from, to, lane.len),
+                }
+            }
         }
     }
 }
@@ -133,11 +147,12 @@ fn ahead(side: &Strides, rows: u64, blocks: u64) -> isize {
     step.saturating_mul(FAR.div_ceil(step.max(1))) as isize
 }
 
-/// Pieces that are read: packed, digested, or both.
+/// Pieces that are read: packed, digested, or both, after a conversion if there is one.
 #[derive(Debug)]
 pub(crate) struct Read<'a> {
     pub(crate) pieces: Pieces,
-    /// Exactly as many bytes as the pieces have.
+    pub(crate) cast: Option<Cast>,
+    /// Exactly as many bytes as [`packed`] says.
     pub(crate) into: Option<&'a mut [u8]>,
     pub(crate) hasher: Option<&'a mut RowHasher>,
 }
@@ -145,9 +160,9 @@ pub(crate) struct Read<'a> {
 /// Reads from `src`, a piece of each in turn, after checking all of them.
 pub(crate) fn read(src: &Mapping, reads: &mut [Read<'_>]) -> Result<(), ArenaError> {
     let mut lanes = Vec::with_capacity(reads.len());
-    for Read { pieces, into, hasher } in reads {
+    for Read { pieces, cast, into, hasher } in reads {
         if let Some(into) = into {
-            sized(pieces, into.len())?;
+            sized(packed(pieces, *cast), into.len())?;
         }
         if pieces.bytes().0 == 0 {
             continue;
@@ -155,18 +170,22 @@ pub(crate) fn read(src: &Mapping, reads: &mut [Read<'_>]) -> Result<(), ArenaErr
         let Pieces { strides, len, rows, blocks } = *pieces;
         let base = src.source(strides.offset, extent(&strides, len, rows, blocks)?)?;
         let count = rows.saturating_mul(blocks) as usize;
-        lanes.push((base, pieces, count, ahead(&strides, rows, blocks), into, hasher));
+        let each = packed(&Pieces { rows: 1, blocks: 1, ..*pieces }, *cast);
+        lanes.push((base, pieces, count, ahead(&strides, rows, blocks), (*cast, each.index()), into, hasher));
     }
     for n in 0..lanes.iter().map(|(_, _, count, ..)| *count).max().unwrap_or(0) {
-        for (base, pieces, _, ahead, into, hasher) in lanes.iter_mut().filter(|(_, _, count, ..)| n < *count)
-        {
+        let pieces = lanes.iter_mut().filter(|(_, _, count, ..)| n < *count);
+        for (base, pieces, _, ahead, (cast, each), into, hasher) in pieces {
             let Pieces { strides, rows, len, .. } = **pieces;
             let (b, i, len) = (n / rows as usize, n % rows as usize, len.index());
             let from = base.wrapping_add(b * strides.block.index() + i * strides.row.index());
-            let to = match into {
-                Some(into) => into[n * len..][..len].as_mut_ptr(),
-                None => std::ptr::null_mut(),
-            };
+            let into = into.as_mut().map(|into| &mut into[n * *each..][..*each]);
+            if let Some(cast) = *cast {
+                // SAFETY: the extent of all pieces was checked.
+                unsafe { converted::read(cast, from, *each, into, hasher.as_deref_mut()) };
+                continue;
+            }
+            let to = into.map_or(std::ptr::null_mut(), <[u8]>::as_mut_ptr);
             // SAFETY: the extent of all pieces was checked; `to` is exclusive memory that is not part of the mapping.
             unsafe {
                 match hasher {
@@ -196,7 +215,7 @@ unsafe fn pack(from: *const u8, to: *mut u8, len: usize, ahead: isize) {
 
 /// Writes packed `data` to `pieces`.
 pub(crate) fn scatter(dst: &Mapping, pieces: &Pieces, data: &[u8]) -> Result<(), ArenaError> {
-    sized(pieces, data.len())?;
+    sized(pieces.bytes(), data.len())?;
     let Pieces { strides, len, rows, blocks } = *pieces;
     if data.is_empty() {
         return Ok(());
@@ -234,7 +253,18 @@ fn fetch(at: *const u8, len: usize) {
     let _ = (at, len);
 }
 
-fn sized(pieces: &Pieces, len: usize) -> Result<(), ArenaError> {
-    let (expected, found) = (pieces.bytes(), Bytes(len as u64));
+/// Bytes that pieces of a source have when they have been converted.
+pub(crate) fn packed(pieces: &Pieces, cast: Option<Cast>) -> Bytes {
+    cast.map_or(pieces.bytes(), |cast| cast.target_len(pieces.bytes()))
+}
+
+/// Refuses pieces that end within an element.
+fn whole(len: Bytes, cast: Option<Cast>) -> Result<(), ArenaError> {
+    let elements = cast.map_or(len, |cast| cast.target_len(cast.source_len(len)));
+    if elements == len { Ok(()) } else { Err(ArenaError::Length { expected: elements, found: len }) }
+}
+
+fn sized(expected: Bytes, len: usize) -> Result<(), ArenaError> {
+    let found = Bytes(len as u64);
     if expected == found { Ok(()) } else { Err(ArenaError::Length { expected, found }) }
 }

@@ -16,11 +16,9 @@
 //! gathers rows first).
 
 mod attention;
-mod bf16;
 mod delta;
 mod elementary;
 mod elementwise;
-mod fp8;
 mod grid;
 mod logits;
 mod matrix;
@@ -32,12 +30,11 @@ mod row_parallel;
 mod simd;
 
 pub use attention::{AttentionSums, KeyPanels, Scores, ValueRows, query_block};
-pub use bf16::{narrow_bf16, widen_bf16};
 pub(crate) use delta::exp_once;
 pub use delta::{DeltaTokens, convolve, decay, delta, gate, set_length, sigmoid};
 pub use elementwise::{add_assign, exp, rms_norm, scale, silu_mul};
-pub use fp8::{narrow_fp8, widen_fp8};
 pub use grid::Overflow;
+pub use kvferry_arena::{narrow_bf16, narrow_fp8, widen_bf16, widen_fp8};
 pub use logits::{argmax, log_softmax, log_softmax_at, softmax};
 pub use matrix::Matrix;
 pub use merge::{merge_lse, merge_max};

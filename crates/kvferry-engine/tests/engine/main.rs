@@ -13,7 +13,7 @@ use kvferry_engine::{
     Attention, Coordinate, Engine, EngineConfig, EngineError, EngineStats, Event, FirstToken, HandOff,
     LoadOptions, Model, NoHandOff, Request, Sampling, StopReason, checkpoint, math::Arith,
 };
-use kvferry_plan::{Attempt, Blame, Dtype, HeadId, RankId, RoomId, RoomKey, TokenRange};
+use kvferry_plan::{Attempt, Blame, Dtype, Dtypes, HeadId, RankId, RoomId, RoomKey, TokenRange};
 use safetensors::SafeTensors;
 
 mod forms;
@@ -543,11 +543,15 @@ fn other_models_other_attention_and_other_arithmetic_are_told_apart() {
         Engine::start(model, &config("tp=1"), Arc::new(NoHandOff)).unwrap().descriptor()
     };
     let ours = of(Attention::Gqa, Arith::Canonical);
-    assert_eq!(ours.compare(&ours), Ok(()));
+    assert_eq!(ours.compare(&ours, Dtypes::Equal), Ok(()));
     let theirs = of(Attention::Gqa, Arith::Fast);
-    assert_eq!(ours.compare(&theirs).unwrap_err().field, "model");
-    assert!(ours.compare(&of(Attention::Mla, Arith::Canonical)).is_err());
-    assert_eq!(engine("tp=4,page=3").descriptor().compare(&ours), Ok(()), "layouts may differ");
+    assert_eq!(ours.compare(&theirs, Dtypes::Equal).unwrap_err().field, "model");
+    assert!(ours.compare(&of(Attention::Mla, Arith::Canonical), Dtypes::Equal).is_err());
+    assert_eq!(
+        engine("tp=4,page=3").descriptor().compare(&ours, Dtypes::Equal),
+        Ok(()),
+        "layouts may differ"
+    );
 }
 
 /// The embedded model with an infinite embedding of token 5.

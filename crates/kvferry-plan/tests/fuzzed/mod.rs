@@ -24,8 +24,8 @@ fn check_message(message: &[u8]) {
     let Ok(theirs) = minicbor::decode::<Descriptor>(message) else { return };
     let shape = CacheShape::gqa(2, 4, 8);
     let placement = Placement::single(&shape, 16, Dtype::Bf16);
-    let ours = Descriptor { protocol: PROTOCOL, model: String::new(), shape, placement };
-    let _ = ours.compare(&theirs);
+    let ours = Descriptor { protocol: PROTOCOL, model: String::new(), shape, placement, converts: false };
+    let _ = ours.compare(&theirs, theirs.dtypes());
     let Ok(pair) = Pair::new(theirs.shape, theirs.placement.clone(), theirs.placement) else { return };
     let pages = PageTable::identity(40);
     for rank in [0, 1, 7].map(RankId) {
@@ -57,13 +57,17 @@ impl Reader<'_> {
 
     fn case(&mut self) -> Case {
         let shape = self.shape();
-        let (src, dst) = (self.placement(&shape, 3), self.placement(&shape, 1));
+        let (mut src, mut dst) = (self.placement(&shape, 3), self.placement(&shape, 1));
         let start = u64::from(self.byte() % 32);
         let middle = start + u64::from(self.up_to(40));
         let end = middle + u64::from(self.up_to(24));
         let (a, b) = (u64::from(self.byte()), u64::from(self.byte()));
         let (src_table, dst_table) = (table(&src, end, a), table(&dst, end, b));
         let chunks = vec![TokenRange::new(start, middle), TokenRange::new(middle, end)];
+        // Last, so that what was found interesting before there were conversions means what it meant.
+        for part in src.parts.iter_mut().chain(&mut dst.parts) {
+            part.dtype = [Dtype::Bf16, Dtype::F32, Dtype::Fp8E4m3][self.byte() as usize % 3];
+        }
         Case { shape, src, dst, src_table, dst_table, chunks }
     }
 

@@ -1,9 +1,10 @@
 //! The naive copier that plans are compared with: it asks, for one coordinate at a time, where its bytes lie.
 //!
 //! It knows nothing of runs, patterns or cells. Pools are vectors with one *cell* per byte; a cell holds the name of
-//! the coordinate whose byte it is, so that a byte in the wrong place is always seen.
+//! the coordinate whose byte it is, so that a byte in the wrong place is always seen. A conversion turns the names of
+//! all bytes of an element into those of all bytes of the same element in another type.
 
-use std::collections::BTreeSet;
+use std::{collections::BTreeSet, ops::Range};
 
 use kvferry_plan::*;
 
@@ -82,10 +83,18 @@ fn held_heads(placement: &Placement, part: &PartShape, rank: RankId) -> Vec<u32>
     if state.groups.is_empty() { (0..part.heads).collect() } else { held }
 }
 
-/// The name of one byte of content; never 0.
-fn name(layer: LayerId, part: Part, head: u32, token: u64, byte: u64) -> u64 {
-    let place = u64::from(part.code()) << 24 | u64::from(layer.0) << 16 | u64::from(head) << 8 | byte;
-    place << 32 | (token + 1)
+/// The name of one byte of content, the `byte`-th of element `elem` of a head; never 0.
+fn name(layer: LayerId, part: Part, head: u32, token: u64, (elem, byte): (u64, u64)) -> u64 {
+    let place = u64::from(part.code()) << 24 | u64::from(layer.0) << 16 | u64::from(head) << 8 | elem << 2;
+    (place | byte) << 32 | (token + 1)
+}
+
+/// Byte `byte` of the element that `cells`, all its bytes in the source's type, become.
+fn cast(cells: &[u64], byte: u64) -> u64 {
+    for (i, cell) in (0..).zip(cells) {
+        assert_eq!(*cell, cells[0] + (i << 32), "the bytes of one element, in order");
+    }
+    cells[0] + (byte << 32)
 }
 
 /// The pools of all ranks of a side, holding `tokens` and nothing else.
@@ -100,7 +109,8 @@ fn filled(
     for (rank, arena) in arenas.iter_mut().enumerate() {
         let id = RankId(rank as u32);
         for part in &shape.parts {
-            let head_bytes = u64::from(part.head_elems) * placement.part(part.part).unwrap().dtype.size().0;
+            let size = placement.part(part.part).unwrap().dtype.size().0;
+            let head_bytes = u64::from(part.head_elems) * size;
             for region in pools[rank].regions().iter().filter(|region| region.part == part.part) {
                 // State has rows instead of tokens.
                 let window = part.state.as_ref().map(|state| u64::from(state.window));
@@ -114,7 +124,8 @@ fn filled(
                     let mut at = region.row_offset(row).expect("the pool has the page").0;
                     for head in held_heads(placement, part, id) {
                         for byte in 0..head_bytes {
-                            arena[at as usize] = name(region.layer, part.part, head, token, byte);
+                            arena[at as usize] =
+                                name(region.layer, part.part, head, token, (byte / size, byte % size));
                             at += 1;
                         }
                     }
@@ -142,7 +153,7 @@ impl Case {
     }
 
     fn pair(&self) -> Pair {
-        Pair::new(self.shape.clone(), self.src.clone(), self.dst.clone()).unwrap()
+        Pair::with(self.shape.clone(), self.src.clone(), self.dst.clone(), Dtypes::Converted).unwrap()
     }
 
     fn plan(&self, pair: &Pair, src: u32, dst: u32, chunk: TokenRange) -> Plan {
@@ -183,9 +194,9 @@ impl Case {
                             src_pools[s].region(unit.layer, unit.part).expect("the source has the layer");
                         let to =
                             dst_pools[d].region(unit.layer, unit.part).expect("the target has the layer");
-                        for (from, to) in bytes_of(&unit, from, to) {
+                        for (from, to, byte) in bytes_of(&unit, from, to) {
                             assert_eq!(got[to as usize], 0, "byte {to} of rank {d} written twice: {self:?}");
-                            got[to as usize] = source[from as usize];
+                            got[to as usize] = cast(&source[from.start as usize..from.end as usize], byte);
                         }
                     }
                 }
@@ -258,7 +269,8 @@ impl Case {
 
     fn check_part(&self, pair: &Pair, part: &PartShape) {
         let tokens = self.tokens();
-        let head_bytes = u64::from(part.head_elems) * self.src.part(part.part).unwrap().dtype.size().0;
+        let [src_head, dst_head] = [&self.src, &self.dst]
+            .map(|side| u64::from(part.head_elems) * side.part(part.part).unwrap().dtype.size().0);
         let src_page = u64::from(self.src.part(part.part).unwrap().page_size);
         let mut sent: Vec<BTreeSet<u64>> = vec![BTreeSet::new(); self.src.ranks() as usize];
         for d in 0..self.dst.ranks() {
@@ -275,9 +287,10 @@ impl Case {
                     let plan = self.plan(pair, s, d, *chunk);
                     let Some(group) = plan.groups().iter().find(|g| g.part == part.part) else { continue };
                     let slice = group.slice;
-                    let from = first_head + (slice.src_offset.0 / head_bytes) as u32;
-                    let to = heads.start + (slice.dst_offset.0 / head_bytes) as u32;
-                    let count = (slice.len.0 / head_bytes) as u32;
+                    let from = first_head + (slice.src_offset.0 / src_head) as u32;
+                    let to = heads.start + (slice.dst_offset.0 / dst_head) as u32;
+                    let count = (slice.len.0 / dst_head) as u32;
+                    assert_eq!(slice.src_len().0, u64::from(count) * src_head, "lengths of {self:?}");
                     assert_eq!(from, to, "heads of {self:?}");
                     let mut before = None;
                     for (token, src_row, dst_row) in plan.group_runs(group).iter().flat_map(Run::expand) {
@@ -340,21 +353,27 @@ fn landed(plan: &Plan) -> Landed {
     plan.units().map(unit).collect()
 }
 
-/// (source, target) offsets of every byte of a unit in order; row by row, and checked against its moves.
-fn bytes_of(unit: &Unit<'_>, src: &Region, dst: &Region) -> Vec<(u64, u64)> {
+/// Every target byte of a unit in order: the source's element that it comes from, its offset, and its number in the
+/// target's element; row by row, and checked against its moves. What is not converted has elements of a byte.
+fn bytes_of(unit: &Unit<'_>, src: &Region, dst: &Region) -> Vec<(Range<u64>, u64, u64)> {
     let slice = unit.slice;
+    let (before, after) = slice.cast.map_or((1, 1), |cast| (cast.from().size().0, cast.to().size().0));
+    let byte = move |from: u64, to: u64, i: u64| {
+        let from = from + i / after * before;
+        (from..from + before, to + i, i % after)
+    };
     let by_row: Vec<_> = (unit.runs.iter().flat_map(Run::expand))
         .flat_map(|(_, from, to)| {
             let from = src.row_offset(from).unwrap().0 + slice.src_offset.0;
             let to = dst.row_offset(to).unwrap().0 + slice.dst_offset.0;
-            (0..slice.len.0).map(move |i| (from + i, to + i))
+            (0..slice.len.0).map(move |i| byte(from, to, i))
         })
         .collect();
     let by_move: Vec<_> = (unit.moves(src, dst))
         .flat_map(|m| {
             let pieces = (0..m.blocks).flat_map(move |b| (0..m.rows).map(move |i| (b, i)));
             pieces.flat_map(move |(b, i)| {
-                (0..m.len.0).map(move |byte| (m.src.at(b, i).0 + byte, m.dst.at(b, i).0 + byte))
+                (0..m.len.0).map(move |n| byte(m.src.at(b, i).0, m.dst.at(b, i).0, n))
             })
         })
         .collect();

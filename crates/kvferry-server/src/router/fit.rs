@@ -79,7 +79,8 @@ fn compare(prefill: &Seat, decode: &Seat) -> Result<Cost, Problem> {
         let cause = format!("{} cannot serve {}: {why}", prefill.instance, decode.instance);
         Problem::new(Blame::PeerIncompatible, Stage::Lookup, cause)
     };
-    prefill.descriptor.compare(&decode.descriptor).map_err(|mismatch| refused(&mismatch))?;
+    let dtypes = prefill.descriptor.dtypes();
+    prefill.descriptor.compare(&decode.descriptor, dtypes).map_err(|mismatch| refused(&mismatch))?;
     let pair = pair(&prefill.descriptor, &decode.descriptor).map_err(|axis| refused(&axis))?;
     if !prefill.transports.iter().any(|name| decode.transports.contains(name)) {
         let (ours, theirs) = (prefill.transports.join("+"), decode.transports.join("+"));
@@ -89,7 +90,8 @@ fn compare(prefill: &Seat, decode: &Seat) -> Result<Cost, Problem> {
 }
 
 fn pair(prefill: &Descriptor, decode: &Descriptor) -> Result<Pair, kvferry_plan::Unsupported> {
-    Pair::new(prefill.shape.clone(), prefill.placement.clone(), decode.placement.clone())
+    let (src, dst) = (prefill.placement.clone(), decode.placement.clone());
+    Pair::with(prefill.shape.clone(), src, dst, prefill.dtypes())
 }
 
 fn cost(pair: &Pair) -> Cost {

@@ -54,6 +54,27 @@ pub fn exact(start: Start<'_>) {
     }
 }
 
+/// Every element type to every other, in other layouts on the way, and digests of what it becomes: long rows, short
+/// ones, pieces of a prompt, and units that are larger than a frame.
+pub fn converted(start: Start<'_>) {
+    let gqa = || CacheShape::gqa(2, 3, 8);
+    let mla = || CacheShape::mla(3, 600);
+    let chunks = |cuts: &[u64]| cuts.windows(2).map(|w| TokenRange::new(w[0], w[1])).collect::<Vec<_>>();
+    for (shape, source, target) in [
+        (gqa(), "tp=3,kv=f32", "tp=1,kv=bf16"),
+        (gqa(), "tp=2,kv=f32", "tp=3,kv=fp8"),
+        (gqa(), "tp=4,kv=bf16", "tp=2,dcp=2,interleave=4,kv=fp8"),
+        (mla(), "tp=2,kv=bf16", "tp=4,dcp=4,kv=f32"),
+        (mla(), "tp=1,page=24,kv=fp8", "tp=4,dcp=2,interleave=2,page=16,kv=f32"),
+        (gqa(), "pp=2,kv=fp8", "tp=1,kv=bf16"),
+    ] {
+        check(start, &Geometry { shape, source, target }, 90, &chunks(&[0, 17, 18, 18, 64, 90]), 40);
+    }
+    let shape = CacheShape::gqa(1, 2, 2048);
+    let large = Geometry { shape, source: "tp=2,page=450,kv=f32", target: "tp=1,page=512,kv=bf16" };
+    check(start, &large, 700, &chunks(&[0, 700]), 6);
+}
+
 /// A prompt in pieces, one of them a single token and one of them empty.
 pub fn chunked(start: Start<'_>) {
     let cuts = [0, 17, 18, 18, 64, 90];

@@ -55,6 +55,7 @@ fn addr(world: &World) -> PeerAddr {
         model: "m".into(),
         shape: world.pair.shape().clone(),
         placement: placement.clone(),
+        converts: false,
     };
     PeerAddr {
         endpoint: world.other().transport.endpoint(),

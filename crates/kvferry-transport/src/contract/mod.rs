@@ -19,7 +19,7 @@ use std::sync::Arc;
 
 use crate::{Setup, Transport, TransportError};
 
-pub use geometry::{chunked, concurrent, exact, large_units, long_runs, repeated};
+pub use geometry::{chunked, concurrent, converted, exact, large_units, long_runs, repeated};
 pub use lifecycle::{bounded, cancelled, closed, forgotten, gone, nothing_left, paced, restarted};
 pub use safety::{faults, fence, grants, refused, stale_pages, undigested};
 
@@ -36,6 +36,7 @@ pub const CHECKS: &[Check] = &[
     ("chunked", chunked),
     ("closed", closed),
     ("concurrent", concurrent),
+    ("converted", converted),
     ("exact", exact),
     ("faults", faults),
     ("fence", fence),

@@ -6,11 +6,11 @@ use std::{
     time::Duration,
 };
 
-use kvferry_arena::{Arena, Memory, Side, digest_plan};
+use kvferry_arena::{Arena, Memory, Side, convert, digest_plan};
 use kvferry_plan::{
-    Attempt, Bytes, CacheShape, Descriptor, Dtype, End, Generation, Incarnation, LayoutSpec, PROTOCOL,
-    PageId, PageTable, Pair, PartDigest, Placement, Plan, PoolLayout, RankId, RoomId, RoomKey, Token,
-    TokenRange, UnitId,
+    Attempt, Bytes, CacheShape, Cast, Descriptor, Dtype, Dtypes, End, Generation, Incarnation, LayoutSpec,
+    PROTOCOL, PageId, PageTable, Pair, PartDigest, Placement, Plan, PoolLayout, RankId, RoomId, RoomKey,
+    Token, TokenRange, UnitId,
 };
 
 use super::Start;
@@ -124,7 +124,7 @@ pub(super) fn snapshot(arena: &Arena) -> Vec<u8> {
 impl World {
     pub(super) fn new(start: Start<'_>, shape: &CacheShape, src: &str, dst: &str, options: &Options) -> Self {
         let (src, dst) = (placement(shape, src), placement(shape, dst));
-        let pair = Arc::new(Pair::new(shape.clone(), src.clone(), dst.clone()).unwrap());
+        let pair = Arc::new(Pair::with(shape.clone(), src.clone(), dst.clone(), Dtypes::Converted).unwrap());
         let limits = options.limits.clone();
         let setup = |incarnation| Setup { limits: limits.clone(), ..Setup::new(incarnation) };
         let source = instance(start, shape, &src, setup(SOURCE), options.pool_pages);
@@ -141,6 +141,7 @@ impl World {
                 model: "m".into(),
                 shape: shape.clone(),
                 placement,
+                converts: true,
             };
             let (from, to, incarnation, place) = match source.transport.mover() {
                 Mover::Source => (&source, &target, TARGET, dst),
@@ -332,11 +333,11 @@ impl World {
         for unit in plan.units() {
             let region = arena.layout().region(unit.layer, unit.part).unwrap();
             let mut hasher = UnitId::new(key, target, &unit).hasher();
-            let mut row_bytes = vec![0; unit.slice.len.index()];
+            let mut row_bytes = vec![0; unit.slice.src_len().index()];
             for (_, row, _) in unit.runs.iter().flat_map(kvferry_plan::Run::expand) {
                 let at = Bytes(region.row_offset(row).unwrap().0 + unit.slice.src_offset.0);
                 arena.read(at, &mut row_bytes).unwrap();
-                hasher.update(&row_bytes);
+                hasher.update(&cast(&row_bytes, unit.slice.cast));
             }
             PartDigest::add(&mut parts, unit.part, hasher.digest(), unit.bytes());
         }
@@ -385,6 +386,8 @@ impl World {
         for part in &self.pair.shape().parts {
             let layout = side.part(part.part).unwrap();
             let len = u64::from(part.head_elems) * layout.dtype.size().0;
+            let computed = self.pair.src().part(part.part).unwrap().dtype;
+            let computed_len = part.head_elems as usize * computed.size().index();
             let heads = side.heads(part, rank);
             for layer in side.layers(part, rank) {
                 let region = arena.layout().region(layer, part.part).unwrap();
@@ -395,12 +398,21 @@ impl World {
                     for head in heads.clone() {
                         let at = Bytes(row.0 + u64::from(head - heads.start) * len);
                         let name = format!("{key} {layer} {} {head} {token}", part.part);
-                        visit(at, &noise(name.as_bytes(), len.try_into().unwrap()));
+                        let content = noise(name.as_bytes(), computed_len);
+                        visit(at, &cast(&content, Cast::between(computed, layout.dtype)));
                     }
                 }
             }
         }
     }
+}
+
+/// What the target must find of some of the source's elements.
+fn cast(bytes: &[u8], cast: Option<Cast>) -> Vec<u8> {
+    let Some(cast) = cast else { return bytes.to_vec() };
+    let mut out = vec![0; cast.target_len(Bytes(bytes.len() as u64)).index()];
+    convert(cast, bytes, &mut out);
+    out
 }
 
 /// A callback and what it is called with.

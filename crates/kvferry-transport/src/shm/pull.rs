@@ -358,8 +358,14 @@ mod tests {
         let task = Task { job: &job, view: &view, room: &room, stop: &Stop::default(), courses };
         let to = |offset| {
             let strides = |offset| Strides { offset, row: Bytes(8), block: Bytes(8) };
-            let m =
-                StridedMove { src: strides(row), dst: strides(offset), len: Bytes(8), rows: 1, blocks: 1 };
+            let m = StridedMove {
+                src: strides(row),
+                dst: strides(offset),
+                len: Bytes(8),
+                rows: 1,
+                blocks: 1,
+                cast: None,
+            };
             Step { page: Place::Page(PageId(1)), leg: 0, m }
         };
         task.sweep(&[to(Bytes(row.0 + 64))]).unwrap();

@@ -30,7 +30,7 @@ const PATIENCE: Duration = Duration::from_secs(20);
 fn descriptor() -> Descriptor {
     let shape = CacheShape::mla(1, 4);
     let placement = Placement::single(&shape, 16, Dtype::Bf16);
-    Descriptor { protocol: PROTOCOL, model: "m".into(), shape, placement }
+    Descriptor { protocol: PROTOCOL, model: "m".into(), shape, placement, converts: false }
 }
 
 fn arena(pages: u32) -> Arena {

@@ -107,7 +107,7 @@ pub(super) fn memcpy(case: &Case) -> Result<Duration, Failure> {
             let len = Bytes(piece.len.0.min(span.len.0));
             let strides = |offset| Strides { offset, row: len, block: len };
             let (src, dst) = (strides(piece.offset), strides(span.offset));
-            let whole = StridedMove { src, dst, len, rows: 1, blocks: 1 };
+            let whole = StridedMove { src, dst, len, rows: 1, blocks: 1, cast: None };
             case.targets[target].copy_from(&*case.sources[source], &whole, Stores::Cached)?;
             let after = |s: Span| Span { offset: Bytes(s.offset.0 + len.0), len: Bytes(s.len.0 - len.0) };
             (rest, span) = (Some((source, after(piece))), after(span));

@@ -182,6 +182,7 @@ impl<'a> World<'a> {
             model: String::new(),
             shape: case.pair.shape().clone(),
             placement: placement.clone(),
+            converts: false,
         };
         let peer = PeerAddr { endpoint: to.endpoint(), incarnation, descriptor: Arc::new(descriptor) };
         let link = from.open(&peer)?;
