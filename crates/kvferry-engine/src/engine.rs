@@ -8,7 +8,7 @@ use std::{
 
 use kvferry_arena::Arena;
 use kvferry_plan::{
-    CacheShape, Capacity, Descriptor, Dtype, Hold, LayoutSpec, Need, PROTOCOL, Placement, RoomKey,
+    CacheShape, Capacity, Cast, Descriptor, Dtype, Hold, LayoutSpec, Need, PROTOCOL, Placement, RoomKey,
 };
 
 use crate::{
@@ -253,7 +253,20 @@ impl Engine {
     /// # Errors
     /// [`EngineError::UnknownRoom`]; [`EngineError::RoomState`] when lengths or models differ.
     pub fn adopt(&self, lease: &RoomLease, from: &Rows) -> Result<(), EngineError> {
-        self.rows(lease.key())?.wait()?.fill_from(from, lease.cached())
+        self.rows(lease.key())?.wait()?.fill_from(from, lease.cached(), None)
+    }
+
+    /// As [`Engine::adopt`], where `from` may have other element types: `convert` casts each piece that does.
+    ///
+    /// # Errors
+    /// As [`Engine::adopt`], and [`EngineError::RoomState`] when a piece has not become as long as it is here.
+    pub fn adopt_converted(
+        &self,
+        lease: &RoomLease,
+        from: &Rows,
+        convert: &dyn Fn(Cast, &[u8]) -> Vec<u8>,
+    ) -> Result<(), EngineError> {
+        self.rows(lease.key())?.wait()?.fill_from(from, lease.cached(), Some(convert))
     }
 
     /// What the model caches.

@@ -5,8 +5,8 @@ use std::{collections::HashMap, ops::Range, sync::Arc};
 
 use kvferry_arena::{Arena, Memory};
 use kvferry_plan::{
-    Bytes, CacheShape, Dtype, Generation, HeadId, LayerId, PageTable, Part, PartShape, Placement, RankId,
-    RoomKey, SlotId, Token,
+    Bytes, CacheShape, Cast, Dtype, Generation, HeadId, LayerId, PageTable, Part, PartShape, Placement,
+    RankId, RoomKey, SlotId, Token,
 };
 use serde::Serialize;
 
@@ -25,6 +25,9 @@ pub struct Coordinate {
     /// The token, or the row of the state.
     pub token: Token,
 }
+
+/// Casts the elements of a piece.
+pub(crate) type Convert<'a> = &'a dyn Fn(Cast, &[u8]) -> Vec<u8>;
 
 /// The cache of one request's prompt in one engine, as long as the request is not released. Its state is that after the
 /// prompt if the request was told to be held ([`crate::Request::hold`]); else that after the last token that was computed,
@@ -219,8 +222,13 @@ impl Rows {
     }
 
     /// Writes the content of `from` over this prompt's cache, coordinate by coordinate, on every rank; the first `cached`
-    /// tokens are there.
-    pub(crate) fn fill_from(&self, from: &Self, cached: u64) -> Result<(), EngineError> {
+    /// tokens are there. Element types may differ if there is a `convert`.
+    pub(crate) fn fill_from(
+        &self,
+        from: &Self,
+        cached: u64,
+        convert: Option<Convert<'_>>,
+    ) -> Result<(), EngineError> {
         let refuse = |reason: String| Err(EngineError::RoomState { key: self.key, reason });
         if self.prompt != from.prompt {
             return refuse(format!("it was reserved for {} tokens, not for {}", self.prompt, from.prompt));
@@ -231,18 +239,26 @@ impl Rows {
         if from.slot.is_some() && from.filled != from.prompt {
             return refuse(format!("the state there is after {} tokens, not after the prompt", from.filled));
         }
-        for part in &self.placement.parts {
-            if from.placement.part(part.part).map(|p| p.dtype) != Some(part.dtype) {
-                return refuse(format!("the element type of `{}` differs", part.part));
-            }
+        let dtype = |side: &Placement, part| side.part(part).map(|layout| layout.dtype);
+        let cast = |part| Cast::between(dtype(&from.placement, part)?, dtype(&self.placement, part)?);
+        if let Some(part) = self.placement.parts.iter().find(|p| convert.is_none() && cast(p.part).is_some())
+        {
+            return refuse(format!("the element type of `{}` differs", part.part));
         }
         for at in from.coordinates().filter(|at| at.part.is_state() || at.token.0 >= cached) {
-            let Some(bytes) = from.bytes(at)? else {
+            let Some(mut bytes) = from.bytes(at)? else {
                 return refuse(format!("nobody holds {at:?}"));
             };
+            if let (Some(convert), Some(cast)) = (convert, cast(at.part)) {
+                bytes = convert(cast, &bytes);
+            }
             for rank in self.ranks() {
-                if let Some((offset, _)) = self.locate(rank, at) {
-                    self.arena(rank)?.write(offset, &bytes)?;
+                match self.locate(rank, at) {
+                    Some((offset, len)) if len == bytes.len() => self.arena(rank)?.write(offset, &bytes)?,
+                    Some((_, len)) => {
+                        return refuse(format!("{} bytes for the {len} of {at:?}", bytes.len()));
+                    }
+                    None => {}
                 }
             }
         }

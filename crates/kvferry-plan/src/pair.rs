@@ -99,7 +99,8 @@ impl Pair {
                 return unsupported(
                     Axis::Dtype,
                     format!(
-                        "part `{}` is {} at the source and {} at the target",
+                        "part `{}` is {} at the source and {} at the target; give both the same element type, or have the \
+                         source convert with `--convert-kv`",
                         part.part, s.dtype, d.dtype
                     ),
                 );

@@ -92,7 +92,8 @@ fn sides_that_do_not_fit_name_the_axis() {
     let refusal = refuse(single.clone(), with(|p| p.parts[1].dtype = Dtype::F32));
     assert_eq!(
         refusal.to_string(),
-        "unsupported dtype: part `value` is bf16 at the source and f32 at the target"
+        "unsupported dtype: part `value` is bf16 at the source and f32 at the target; give both the same element type, \
+         or have the source convert with `--convert-kv`"
     );
 
     let other = with(|p| p.parts[1].dtype = Dtype::F32);

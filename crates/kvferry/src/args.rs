@@ -325,6 +325,14 @@ fn pool(command: clap::Command) -> clap::Command {
     command.mut_arg("pool_tokens", |arg| arg.default_value(POOL_TOKENS.to_string()))
 }
 
+impl DemoArgs {
+    /// The element types of the two sides' caches.
+    pub(crate) fn dtypes(&self) -> (Dtype, Dtype) {
+        let kv = |side: &LayoutSpec| side.kv.unwrap_or(self.engine.kv_dtype);
+        (kv(&self.prefill), kv(&self.decode))
+    }
+}
+
 impl EngineArgs {
     /// How the model is prepared.
     pub(crate) fn load_options(&self) -> LoadOptions {

@@ -53,6 +53,57 @@ fn latent_rows_state_and_experts_are_bit_equal() {
     }
 }
 
+/// Prefill converts: decode holds the casts of what one process holds in prefill's element type, and answers as a process
+/// that goes on from these. Rows keep every number where decode's type is wider, and are off by a known measure elsewhere.
+#[test]
+fn conversions_are_proven_and_measured() {
+    let [llama, needle] = ["embedded:llama_tiny", "embedded:needle_kimi"];
+    for (model, prefill, decode, more) in [
+        (llama, "tp=2,kv=bf16", "tp=1,kv=fp8", &[][..]),
+        (llama, "tp=2,kv=fp8", "tp=4,dcp=4,kv=f32", &["--attention", "mla", "--transport", "shm"]),
+        (llama, "tp=3,page=24,kv=f32", "tp=2,kv=bf16", &["--arith", "fast"]),
+        (needle, "tp=4,ep=4,kv=f32", "tp=4,dcp=4,kv=fp8", &[]),
+        (needle, "tp=1,kv=bf16", "tp=2,page=24,kv=f32", &["--transport", "shm"]),
+    ] {
+        let layouts = ["--prefill", prefill, "--decode", decode, "--max-tokens", "6", "--ignore-eos"];
+        let asked = [&["demo", "--json", "--convert-kv", "--model", model], &layouts[..], more].concat();
+        let report = assert_proven(&kvferry(&asked));
+        let conversion = &report["conversion"];
+        assert_eq!(report["cache"]["equal"], true, "{report:#}");
+        assert!(conversion["rows"].as_u64().unwrap() > 0, "{conversion:#}");
+        let largest = conversion["largest_row_error"].as_f64().unwrap();
+        let (from, to) = (conversion["from"].as_str().unwrap(), conversion["to"].as_str().unwrap());
+        // Half a step is at most 2^-8 of bf16's numbers; of fp8's small ones it may be all.
+        let (most, exact) = match (from, to) {
+            (_, "fp8") => (1.0, false),
+            ("f32", "bf16") => (2_f64.powi(-8), false),
+            _ => (0.0, true),
+        };
+        assert!(largest <= most, "{conversion:#}");
+        assert_eq!((&conversion["exact"], largest == 0.0), (&exact.into(), exact), "{conversion:#}");
+        // Of narrower types, what it costs is told too.
+        assert_eq!(conversion["source_type_tokens_equal"].is_boolean(), !exact, "{conversion:#}");
+    }
+}
+
+/// A conversion hides no fault, and nothing is converted that was not asked for.
+#[test]
+fn faults_are_found_beside_a_conversion() {
+    let pair = ["--prefill", "tp=2,kv=f32", "--decode", "tp=3,kv=bf16"];
+    for transport in ["tcp", "shm"] {
+        for (more, kind) in [(&[][..], "hand_off"), (&["--no-digest"], "cache")] {
+            let fault = ["--convert-kv", "--inject", "flip-byte", "--transport", transport];
+            let run = demo(&[&pair, &fault, more]);
+            assert_eq!(run.code, Some(1), "{}", run.all());
+            let report = run.json();
+            assert_eq!((&report["proven"], &report["findings"][0]["kind"]), (&false.into(), &kind.into()));
+        }
+    }
+    let refused = demo(&[&pair]);
+    assert_eq!(refused.code, Some(2), "{}", refused.all());
+    assert!(refused.stderr.contains("--convert-kv"), "{}", refused.all());
+}
+
 /// With no network: a hybrid model finds what was hidden in its prompt, through a re-layout of rows and of state.
 #[test]
 fn the_built_in_model_finds_needles_through_a_relayout() {

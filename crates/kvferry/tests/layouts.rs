@@ -164,12 +164,22 @@ fn the_matrix_proves_its_cells_and_finds_faults() {
         let (state, hybrid) = (&sheet["state"], sheet["attention"] == "hybrid");
         assert_eq!((state["equal"] == true, state["bytes"].as_u64() > Some(0)), (hybrid, hybrid), "{state}");
     }
+    let conversions = report["conversions"].as_array().unwrap();
+    assert_eq!(conversions.len(), 9);
+    for pair in conversions {
+        let of = &pair["conversion"];
+        assert_eq!(of["exact"], of["largest_row_error"] == 0.0, "{pair:#}");
+        assert!(
+            of["rows"].as_u64().unwrap() > 0 && pair["findings"].as_array().unwrap().is_empty(),
+            "{pair:#}"
+        );
+    }
     let broken = kvferry(&[&quick[..], &["--no-digest", "--inject", "flip-byte"]].concat());
     assert_eq!(broken.code, Some(1), "{}", broken.all());
     let report = broken.json();
     assert_eq!(report["proven"], false);
     let cells = report["sheets"].as_array().unwrap().iter().flat_map(|s| s["cells"].as_array().unwrap());
-    for cell in cells {
+    for cell in cells.chain(report["conversions"].as_array().unwrap()) {
         // In a hybrid model state may be the first that lands.
         let kind = &cell["findings"][0]["kind"];
         assert!(kind == "cache" || kind == "state", "{cell:#}");

@@ -103,6 +103,18 @@ fn the_example_file_starts_serves_and_ends_with_nothing_left() {
     assert_eq!((code, said.as_str()), (Some(0), ""));
 }
 
+/// The router pairs what prefill converts between; a file can say so, as every option.
+#[test]
+fn instances_of_two_element_types_serve_when_prefill_converts() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("up.toml");
+    std::fs::write(&file, "prefill = 'tp=2,kv=bf16'\ndecode = 'tp=3,kv=fp8'\nconvert-kv = true\n").unwrap();
+    let up = Up::start(&[file.to_str().unwrap(), "--model", "embedded:llama_tiny"]);
+    let (status, answer) = up.ask();
+    assert_eq!((status, &answer["usage"]["completion_tokens"]), (200, &json!(4)), "{answer:#}");
+    assert_eq!(up.end("INT").0, Some(0));
+}
+
 #[test]
 fn an_instance_that_dies_is_started_again() {
     let up = Up::start(&["--model", "embedded:llama_tiny"]);

@@ -2,6 +2,7 @@
 
 mod cluster;
 mod compare;
+mod conversion;
 mod disaggregated;
 mod kimi;
 mod matrix;
@@ -14,7 +15,7 @@ mod table;
 use std::{process::ExitCode, sync::Arc};
 
 use kvferry_engine::{Model, checkpoint::Checkpoint, math::Arith};
-use kvferry_plan::{Dtype, LayoutSpec};
+use kvferry_plan::Dtype;
 
 use crate::{
     args::{DemoArgs, SuiteArg},
@@ -130,24 +131,23 @@ fn reference_runs(
 
 /// Whether a request runs on f32 sums whose order depends on the layout, and what that means for comparisons.
 fn tolerance(args: &DemoArgs) -> report::Claim {
-    let kv = args.decode.kv.unwrap_or(args.engine.kv_dtype);
-    match (args.engine.arith.into(), kv) {
-        (Arith::Canonical, _) => report::Claim::Bits,
-        (_, Dtype::F32) => report::Claim::Close,
+    let (from, to) = args.dtypes();
+    match (args.engine.arith.into(), from, to) {
+        (Arith::Canonical, ..) => report::Claim::Bits,
+        (_, Dtype::F32, Dtype::F32) => report::Claim::Close,
         _ => report::Claim::CloseFromSamePrefill,
     }
 }
 
 /// Refuses two sides that would refuse each other when they pair.
 fn same_cache(args: &DemoArgs) -> Result<(), Failure> {
-    let kv = |spec: &LayoutSpec| spec.kv.unwrap_or(args.engine.kv_dtype);
-    let (prefill, decode) = (kv(&args.prefill), kv(&args.decode));
-    if prefill == decode {
+    let (prefill, decode) = args.dtypes();
+    if prefill == decode || args.engine.convert_kv {
         return Ok(());
     }
     Err(Failure::caller(format!(
-        "--prefill caches {prefill} and --decode {decode}, and a cache is moved as it is: give both layouts the same \
-         kv, or leave it out of both and use --kv-dtype"
+        "--prefill caches {prefill} and --decode {decode}, and a cache is moved as it is: give --convert-kv to convert it \
+         on the way, or both layouts the same kv"
     )))
 }
 

@@ -9,10 +9,15 @@ use std::{
 use kvferry_engine::{
     DecodeBatch, Engine, EngineConfig, Event, Events, FirstToken, Model, NoHandOff, Request,
 };
-use kvferry_plan::{Attempt, Blame, LayoutSpec, RankId, RoomId, RoomKey};
+use kvferry_plan::{Attempt, Blame, Cast, LayoutSpec, RankId, RoomId, RoomKey};
 use kvferry_server::{Chosen, KvDump};
 
-use super::{prompts::Prompt, report::Claim, tolerance};
+use super::{
+    conversion::{self, Unconverted},
+    prompts::Prompt,
+    report::Claim,
+    tolerance,
+};
 use crate::{args::DemoArgs, failure::Failure};
 
 const KEY: RoomKey = RoomKey { room: RoomId(1), attempt: Attempt(0) };
@@ -25,6 +30,8 @@ pub(super) struct Answer {
     pub(super) last: Duration,
     /// The prompt's cache, all ranks.
     pub(super) cache: Vec<KvDump>,
+    /// What there was before a conversion, where there is one.
+    pub(super) unconverted: Option<Unconverted>,
 }
 
 /// How the reference is run.
@@ -33,20 +40,29 @@ pub(super) struct Plan {
     pub(super) claim: Claim,
     max_tokens: u32,
     ignore_eos: bool,
-    /// Computes the prompt; also continues it unless `decode` does.
+    /// Computes the prompt; also continues it unless there is a `decode`.
     whole: EngineConfig,
-    decode: EngineConfig,
+    /// Continues the prompt.
+    decode: Option<EngineConfig>,
+    /// What becomes of rows in between.
+    pub(super) cast: Option<Cast>,
+    /// Whether to answer in the source's element type too, to see what the conversion costs.
+    also_unconverted: bool,
 }
 
 impl Plan {
     /// One rank that does all; or, where bits depend on the layout and are rounded (fast arithmetic on a narrow
-    /// cache), the prefill layout for the prompt and the decode layout for the answer.
+    /// cache), the prefill layout for the prompt and the decode layout for the answer. Where the element types of the two
+    /// sides differ, a rank with that of prefill for the prompt and one with that of decode for the answer.
     pub(super) fn new(args: &DemoArgs) -> Self {
         let claim = tolerance(args);
-        let single = LayoutSpec { kv: args.decode.kv, ..LayoutSpec::default() };
-        let whole = match claim {
-            Claim::CloseFromSamePrefill => &args.prefill,
-            Claim::Bits | Claim::Close => &single,
+        let (from, to) = args.dtypes();
+        let cast = Cast::between(from, to);
+        let single = |kv| LayoutSpec { kv: Some(kv), ..LayoutSpec::default() };
+        let (whole, decode) = match (claim, cast) {
+            (Claim::CloseFromSamePrefill, _) => (args.prefill.clone(), Some(args.decode.clone())),
+            (_, Some(_)) => (single(from), Some(single(to))),
+            (_, None) => (LayoutSpec { kv: args.decode.kv, ..LayoutSpec::default() }, None),
         };
         // A reference computes everything itself, in the plainest form.
         let config = |layout| EngineConfig {
@@ -58,37 +74,43 @@ impl Plan {
             claim,
             max_tokens: args.max_tokens,
             ignore_eos: args.ignore_eos,
-            whole: config(whole),
-            decode: config(&args.decode),
+            whole: config(&whole),
+            decode: decode.as_ref().map(config),
+            cast,
+            also_unconverted: args.suite.is_none() && cast.is_some_and(|cast| !cast.exact()),
         }
     }
 
     /// The same where the reference may go on from what an earlier prompt of it left, as what it is compared with does.
     pub(super) fn with_prefix_cache(mut self) -> Self {
-        (self.whole.prefix_cache, self.decode.prefix_cache) = (true, true);
+        for engine in [&mut self.whole].into_iter().chain(&mut self.decode) {
+            engine.prefix_cache = true;
+        }
         self
     }
 
     /// What the reference is, in words.
     pub(super) fn reference(&self) -> String {
-        match self.claim {
-            Claim::Bits | Claim::Close => format!("one process, {}", self.whole.layout),
-            Claim::CloseFromSamePrefill => format!(
-                "one process: the prompt as {} (how {} is rounded depends on the prefill layout), copied coordinate \
-                 by coordinate, continued as {}",
-                self.whole.layout,
-                self.whole.layout.kv.unwrap_or(self.whole.kv),
-                self.decode.layout
+        let Some(decode) = &self.decode else { return format!("one process, {}", self.whole.layout) };
+        let how = match (self.claim, self.cast) {
+            (Claim::CloseFromSamePrefill, _) => format!(
+                " (how {} is rounded depends on the prefill layout)",
+                self.whole.layout.kv.unwrap_or(self.whole.kv)
             ),
-        }
+            _ => String::new(),
+        };
+        let cast = self.cast.map(|cast| format!(" and cast from {cast}")).unwrap_or_default();
+        format!(
+            "one process: the prompt as {}{how}, copied coordinate by coordinate{cast}, continued as {}",
+            self.whole.layout, decode.layout
+        )
     }
 
     /// Builds the pools.
     pub(super) fn start(&self, model: &Arc<Model>) -> Result<Reference, Failure> {
         let start = |config: &EngineConfig| Engine::start(Arc::clone(model), config, Arc::new(NoHandOff));
         let whole = start(&self.whole)?;
-        let decode =
-            matches!(self.claim, Claim::CloseFromSamePrefill).then(|| start(&self.decode)).transpose()?;
+        let decode = self.decode.as_ref().map(start).transpose()?;
         Ok(Reference { plan: self.clone(), whole, decode })
     }
 }
@@ -108,19 +130,31 @@ impl Reference {
             hold: Some(KEY),
             ..Request::greedy(prompt.ids.clone(), self.plan.max_tokens)
         };
+        let also = match self.plan.also_unconverted {
+            true => {
+                let alone = self.alone(request.clone(), |_| ());
+                self.whole.release(KEY);
+                Some(alone?.tokens)
+            }
+            false => None,
+        };
         let answer = match &self.decode {
             None => self.alone(request, on_token),
             Some(decode) => self.in_two(decode, request, on_token),
         };
         self.whole.release(KEY);
-        answer
+        let mut answer = answer?;
+        if let Some(unconverted) = &mut answer.unconverted {
+            unconverted.tokens = also;
+        }
+        Ok(answer)
     }
 
     fn alone(&self, request: Request, on_token: impl FnMut(u32)) -> Result<Answer, Failure> {
         let started = Instant::now();
         let (tokens, first) = collect(self.whole.generate(request)?, started, on_token)?;
         let last = started.elapsed();
-        Ok(Answer { tokens, first, last, cache: cache(&self.whole)? })
+        Ok(Answer { tokens, first, last, cache: cache(&self.whole)?, unconverted: None })
     }
 
     fn in_two(
@@ -138,10 +172,19 @@ impl Reference {
             .ok_or_else(no_token)?;
         let rows = self.whole.rows(KEY)?.wait()?;
         let lease = decode.reserve(KEY, request)?.wait()?;
-        decode.adopt(&lease, &rows)?;
+        let unconverted = match self.plan.cast {
+            Some(_) => {
+                decode.adopt_converted(&lease, &rows, &conversion::convert)?;
+                Some(Unconverted { cache: cache(&self.whole)?, tokens: None })
+            }
+            None => {
+                decode.adopt(&lease, &rows)?;
+                None
+            }
+        };
         let (tokens, first) = collect(decode.decode(&lease, first)?, started, on_token)?;
         let last = started.elapsed();
-        Ok(Answer { tokens, first, last, cache: cache(decode)? })
+        Ok(Answer { tokens, first, last, cache: cache(decode)?, unconverted })
     }
 }
 

@@ -6,6 +6,7 @@ use serde::Serialize;
 
 use super::{
     compare::CacheDiff,
+    conversion::Conversion,
     disaggregated::Run,
     prompts::Prompt,
     reference::{Answer, Plan},
@@ -185,6 +186,9 @@ pub(super) struct Outcome {
     pub(super) cache: CacheReport,
     /// State of the request as it arrived; `null` in a model without, and when it was not compared.
     pub(super) state: Option<CacheReport>,
+    /// Where the element types of the two sides differ.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) conversion: Option<Conversion>,
     pub(super) two_processes: Option<Times>,
     pub(super) one_process: Option<Times>,
     pub(super) findings: Vec<Finding>,
@@ -214,6 +218,10 @@ impl Outcome {
             exposed_seconds: run.prefill.exposed_seconds,
         };
         let computed = run.decode.prompt_tokens_computed;
+        let conversion = plan
+            .cast
+            .zip(answer.unconverted.as_ref())
+            .map(|(cast, before)| Conversion::new(cast, before, &run.cache, &run.tokens));
         let mut findings = Vec::new();
         findings.extend(run.missed.map(Finding::missed));
         let mut find = |wrong: bool, kind, text: &dyn Fn() -> String| {
@@ -239,6 +247,9 @@ impl Outcome {
         find(!logprobs_ok, "logprobs", &|| {
             format!("log-probabilities differ by up to {:.3e}", diff.unwrap_or(f32::NAN))
         });
+        find(conversion.as_ref().is_some_and(Conversion::lossy), "cache", &|| {
+            "rows have changed in a conversion that is exact".into()
+        });
         find(computed != 0, "recomputed", &|| {
             format!("decode computed {computed} tokens of the prompt itself")
         });
@@ -263,6 +274,7 @@ impl Outcome {
             transfer: Some(transfer),
             cache: CacheReport::new(&cache),
             state: state.as_ref().map(CacheReport::new),
+            conversion,
             two_processes: times(run.first, run.last),
             one_process: times(answer.first, answer.last),
             findings,
@@ -326,6 +338,7 @@ impl Outcome {
                 equal: outcomes().all(|o| o.cache.equal),
             },
             state: CacheReport::sum(outcomes().map(|o| o.state)),
+            conversion: Conversion::all(outcomes()),
             two_processes: times(|o| o.two_processes),
             one_process: times(|o| o.one_process),
             findings: outcomes().flat_map(|o| o.findings.clone()).collect(),

@@ -2,7 +2,6 @@
 
 use indicatif::ProgressBar;
 use kvferry_engine::tokenizer::{Detokenizer, Tokenizer};
-use kvferry_plan::LayoutSpec;
 
 use super::{cluster::Cluster, prompts::Prompt};
 use crate::{
@@ -74,9 +73,8 @@ impl Show {
 
 /// The element types of the cache, as far as they agree.
 fn kv_name(args: &DemoArgs) -> String {
-    let of = |spec: &LayoutSpec| spec.kv.unwrap_or(args.engine.kv_dtype);
-    let (prefill, decode) = (of(&args.prefill), of(&args.decode));
-    if prefill == decode { decode.to_string() } else { format!("{prefill}/{decode}") }
+    let (prefill, decode) = args.dtypes();
+    if prefill == decode { decode.to_string() } else { format!("{prefill} to {decode}") }
 }
 
 /// Text with its name on the left, wrapped at spaces.

@@ -3,7 +3,10 @@
 use comfy_table::{Cell, CellAlignment, Table};
 use kvferry_plan::Bytes;
 
-use super::report::{CacheReport, Claim, Outcome, PromptReport, Report, Times};
+use super::{
+    conversion::Conversion,
+    report::{CacheReport, Claim, Outcome, PromptReport, Report, Times},
+};
 use crate::terminal::{self, Look, styled};
 
 /// Characters of two layouts that stand beside each other.
@@ -130,6 +133,9 @@ fn verdict(report: &Report) {
         let limit = if report.claim == Claim::Bits { "" } else { " (limit 1e-4)" };
         terminal::line(format_args!("largest logprob difference: {}{limit}", difference(total)));
     }
+    if let Some(conversion) = &total.conversion {
+        converted(conversion);
+    }
     if let Some(computed) = total.decode_prompt_tokens_computed {
         let prompt_tokens: u64 = report.prompts.iter().map(|p| p.prompt_tokens).sum();
         terminal::line(format_args!("prompt tokens computed by decode: {computed} of {prompt_tokens}"));
@@ -158,8 +164,26 @@ fn verdict(report: &Report) {
     }
 }
 
+/// What prefill's conversion did to rows and to the answer.
+fn converted(conversion: &Conversion) {
+    let Conversion { from, to, .. } = conversion;
+    terminal::paragraph(format_args!("converted by prefill, {from} to {to}: {}", conversion.loss()), 2);
+    if let Some(equal) = conversion.source_type_tokens_equal {
+        let equal = if equal { "yes" } else { "no" };
+        let apart = apart(conversion.source_type_max_abs_logprob_diff);
+        let text = format!(
+            "beside one process in {from}: tokens equal: {equal}, largest logprob difference: {apart}"
+        );
+        terminal::paragraph(text, 2);
+    }
+}
+
 fn difference(outcome: &Outcome) -> String {
-    match outcome.max_abs_logprob_diff {
+    apart(outcome.max_abs_logprob_diff)
+}
+
+fn apart(difference: Option<f32>) -> String {
+    match difference {
         None => "-".into(),
         Some(0.0) => "0".into(),
         Some(diff) if diff >= 1e-3 => format!("{diff:.3}"),

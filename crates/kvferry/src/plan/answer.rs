@@ -94,7 +94,7 @@ impl Answer {
                 .map_err(|e| Unsupported { axis: Axis::Placement, reason: format!("{name}: {e}") })
         };
         let (src, dst) = (placement("prefill", &request.prefill)?, placement("decode", &request.decode)?);
-        let pair = Pair::new(request.shape.clone(), src, dst)?;
+        let pair = Pair::with(request.shape.clone(), src, dst, request.dtypes)?;
         let pairs = u64::from(pair.src().ranks()) * u64::from(pair.dst().ranks());
         if pairs > MAX_PAIRS {
             let reason = format!("{pairs} pairs of ranks; {MAX_PAIRS} are planned at most");

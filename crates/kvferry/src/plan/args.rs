@@ -7,7 +7,8 @@ use clap::Args;
 #[derive(Args, Clone, Debug)]
 pub(crate) struct PlanArgs {
     /// A request as JSON, `-` for standard input; docs/plan.md has the schema. Or say it with the options below
-    #[arg(value_name = "FILE", conflicts_with_all = ["prefill", "decode", "model_shape", "tokens", "page", "scattered"])]
+    #[arg(value_name = "FILE", conflicts_with_all = ["prefill", "decode", "model_shape", "tokens", "page", "convert_kv",
+          "scattered"])]
     pub(crate) request: Option<PathBuf>,
     /// Layout of the prefill instance: keys tp, dcp, interleave, pp, layers, cp, shard, ep, page, kv
     #[arg(long, value_name = "SPEC", default_value = "tp=1", help_heading = "Request")]
@@ -25,6 +26,9 @@ pub(crate) struct PlanArgs {
     #[arg(long, value_name = "ROWS", default_value_t = 16, value_parser = clap::value_parser!(u32).range(1..=65_536),
           help_heading = "Request")]
     pub(crate) page: u32,
+    /// Let prefill convert what decode keeps in another element type; else two that differ are not supported
+    #[arg(long, help_heading = "Request")]
+    pub(crate) convert_kv: bool,
     /// Page ids in no order, as in a pool that has been in use for a while, instead of 0, 1, 2, ...
     #[arg(long, help_heading = "Request")]
     pub(crate) scattered: bool,

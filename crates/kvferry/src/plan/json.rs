@@ -1,6 +1,6 @@
 //! The answer for programs. docs/plan.md describes the fields.
 
-use kvferry_plan::{LayerId, Part, RankId, Row, Run, Token, TokenRange, Unsupported};
+use kvferry_plan::{Cast, Dtype, LayerId, Part, RankId, Row, Run, Token, TokenRange, Unsupported};
 use serde::Serialize;
 
 use super::answer::{Answer, Cost, Move};
@@ -21,6 +21,9 @@ struct Document<'a> {
     tokens: TokenRange,
     #[serde(flatten)]
     total: Option<Costs>,
+    /// What prefill converts.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    conversions: Vec<CastOut>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pairs: Option<Vec<PairOut>>,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -42,6 +45,15 @@ impl From<Cost> for Costs {
 }
 
 #[derive(Serialize)]
+struct CastOut {
+    part: Part,
+    from: Dtype,
+    to: Dtype,
+    /// Every number stays what it is.
+    exact: bool,
+}
+
+#[derive(Serialize)]
 struct PairOut {
     prefill_rank: RankId,
     decode_rank: RankId,
@@ -59,6 +71,9 @@ struct GroupOut {
     layers: Vec<LayerId>,
     src_offset: u64,
     dst_offset: u64,
+    /// Bytes of a row at prefill, where decode has it in another element type.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    src_len: Option<u64>,
     len: u64,
     runs: Vec<RunOut>,
 }
@@ -94,7 +109,11 @@ pub(super) fn refusal(request: &Request, refusal: &Unsupported) -> Result<String
 pub(super) fn answer(request: &Request, answer: &Answer, rows: bool) -> Result<String, Failure> {
     let rows = rows.then(|| answer.moves.iter().flat_map(rows_of).collect());
     let pairs = Some(answer.moves.iter().map(pair).collect());
-    print(&Document { total: Some(answer.total().into()), pairs, rows, ..blank(request, true) })
+    let total = Some(answer.total().into());
+    let cast =
+        |(part, cast): (Part, Cast)| CastOut { part, from: cast.from(), to: cast.to(), exact: cast.exact() };
+    let conversions = answer.pair.casts().map(cast).collect();
+    print(&Document { total, conversions, pairs, rows, ..blank(request, true) })
 }
 
 fn blank(request: &Request, supported: bool) -> Document<'_> {
@@ -107,6 +126,7 @@ fn blank(request: &Request, supported: bool) -> Document<'_> {
         decode: &request.decode.label,
         tokens: request.tokens,
         total: None,
+        conversions: Vec::new(),
         pairs: None,
         rows: None,
     }
@@ -125,6 +145,7 @@ fn pair(m: &Move) -> PairOut {
             layers: group.layers.clone(),
             src_offset: group.slice.src_offset.0,
             dst_offset: group.slice.dst_offset.0,
+            src_len: group.slice.cast.map(|_| group.slice.src_len().0),
             len: group.slice.len.0,
             runs: plan.group_runs(group).iter().map(run).collect(),
         })

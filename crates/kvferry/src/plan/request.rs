@@ -3,8 +3,8 @@
 use std::{fs, io::Read, path::Path};
 
 use kvferry_plan::{
-    Axis, Blame, CacheShape, Dtype, LayoutSpec, PageId, PageTable, Placement, SlotId, Token, TokenRange,
-    Unsupported,
+    Axis, Blame, CacheShape, Dtype, Dtypes, LayoutSpec, PageId, PageTable, Placement, SlotId, Token,
+    TokenRange, Unsupported,
 };
 use serde::Deserialize;
 
@@ -26,6 +26,8 @@ pub(super) struct Request {
     pub(super) prefill: Side,
     pub(super) decode: Side,
     pub(super) tokens: TokenRange,
+    /// Whether the element types of the two sides may differ.
+    pub(super) dtypes: Dtypes,
 }
 
 /// One side of the question. Its layout may be one that this shape cannot have.
@@ -57,6 +59,8 @@ struct Document {
     tokens: Tokens,
     #[serde(default = "default_page")]
     page: u32,
+    #[serde(default)]
+    convert_kv: bool,
     #[serde(default)]
     scattered: bool,
     #[serde(default)]
@@ -118,6 +122,7 @@ impl Request {
                 tokens: tokens(&args.tokens)
                     .map_err(|why| Failure::caller(format_args!("--tokens {}: {why}", args.tokens)))?,
                 page: args.page,
+                convert_kv: args.convert_kv,
                 scattered: args.scattered,
                 prefill_pages: None,
                 decode_pages: None,
@@ -174,7 +179,8 @@ impl Request {
         };
         let prefill = side("prefill", document.prefill, document.prefill_pages, document.prefill_slot)?;
         let decode = side("decode", document.decode, document.decode_pages, document.decode_slot)?;
-        Ok(Self { shape, model, prefill, decode, tokens })
+        let dtypes = if document.convert_kv { Dtypes::Converted } else { Dtypes::Equal };
+        Ok(Self { shape, model, prefill, decode, tokens, dtypes })
     }
 }
 

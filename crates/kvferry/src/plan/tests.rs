@@ -51,10 +51,23 @@ fn answers_for_people() {
 }
 
 #[test]
+fn conversions_are_asked_for() {
+    let pair = "--prefill tp=2,kv=f32 --decode tp=4,dcp=4,kv=fp8 --model-shape mla:2x576@3/7+kda:2x32x128@0-1 --tokens 100";
+    insta::assert_snapshot!("refused_conversion", ask(pair));
+    insta::assert_snapshot!("conversion", ask(&format!("{pair} --convert-kv")));
+}
+
+#[test]
 fn answers_for_programs() {
     insta::assert_snapshot!(
         "json_rows",
         ask("--decode tp=2,dcp=2 --model-shape mla:1x8+kda:1x2x4@0 --tokens 6 --page 4 --rows --json")
+    );
+    insta::assert_snapshot!(
+        "json_conversion",
+        ask(
+            "--prefill tp=2,kv=f32 --decode tp=1,kv=fp8 --model-shape gqa:1x2x4 --tokens 2 --convert-kv --json"
+        )
     );
     insta::assert_snapshot!("json_refusal", ask("--decode cp=2 --model-shape mla:1x8 --json"));
 }

@@ -21,6 +21,11 @@ pub(super) fn refusal(request: &Request, refusal: &Unsupported) -> String {
 
 pub(super) fn answer(request: &Request, answer: &Answer, rows: bool) -> String {
     let mut text = question(request, &styled(Look::Good, "supported"));
+    let casts: Vec<_> = answer.pair.casts().map(|(part, cast)| format!("{part} {cast}")).collect();
+    if !casts.is_empty() {
+        let text_of = format!("prefill converts: {}; bytes are those of decode", casts.join(", "));
+        let _ = writeln!(text, "{}", terminal::wrapped(&text_of, 2));
+    }
     let mut table = terminal::table();
     table.set_header([
         "prefill\nrank",

@@ -7,6 +7,18 @@ use crate::failure::Failure;
 /// One line for each layout; the planner's page of layouts reads it too.
 const LIST: &str = include_str!("layouts.txt");
 
+/// Layouts that are paired with a conversion: every one of these at prefill with every one of those at decode that has
+/// another element type. The first two of each are those that `quick` runs.
+const CONVERTED: [[&str; 3]; 2] = [
+    ["tp=3,page=24,kv=f32", "tp=4,layers=uneven,page=16,kv=fp8", "tp=2,dcp=2,page=64,kv=bf16"],
+    ["tp=4,dcp=4,interleave=4,page=16,kv=fp8", "tp=2,pp=3,page=24,kv=bf16", "tp=1,page=64,kv=f32"],
+];
+
+/// Names of the prefill layouts and of the decode layouts that are paired with a conversion.
+pub(super) fn converted(quick: bool) -> [Vec<&'static str>; 2] {
+    CONVERTED.map(|side| side.into_iter().take(if quick { 2 } else { 3 }).collect())
+}
+
 /// Names of the listed layouts, or of those that `quick` runs.
 pub(super) fn names(quick: bool) -> Vec<&'static str> {
     lines().filter(|(_, marked)| *marked || !quick).map(|(name, _)| name).collect()
@@ -31,7 +43,7 @@ fn lines() -> impl Iterator<Item = (&'static str, bool)> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use kvferry_plan::LayerSplit;
+    use kvferry_plan::{Cast, Dtype, LayerSplit};
     use std::collections::BTreeSet;
 
     /// Number of pipeline stages.
@@ -78,6 +90,24 @@ mod tests {
         let missing: Vec<_> = wanted.difference(&there).collect();
         assert!(missing.is_empty(), "axis, value, axis, value: {missing:?}");
         assert!(there.is_subset(&wanted), "{:?}", there.difference(&wanted).collect::<Vec<_>>());
+    }
+
+    /// The types of every pair, prefill's first.
+    fn conversions(quick: bool) -> Vec<(Dtype, Dtype)> {
+        let [prefill, decode] = converted(quick)
+            .map(|side| side.into_iter().map(|name| named(name, 4).unwrap().kv.unwrap()).collect());
+        let pairs = |from: Vec<Dtype>, to: Vec<Dtype>| {
+            from.into_iter().flat_map(move |a| to.clone().into_iter().map(move |b| (a, b)))
+        };
+        pairs(prefill, decode).filter(|(from, to)| from != to).collect()
+    }
+
+    #[test]
+    fn every_conversion_is_run_and_quick_runs_both_kinds() {
+        assert_eq!(conversions(false).len(), 6);
+        let exact = |(from, to): &(Dtype, Dtype)| Cast::between(*from, *to).unwrap().exact();
+        let quick = conversions(true);
+        assert!(quick.iter().any(exact) && !quick.iter().all(exact), "{quick:?}");
     }
 
     #[test]

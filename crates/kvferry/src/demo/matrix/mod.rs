@@ -1,6 +1,7 @@
 //! `kvferry demo --suite matrix`: every layout of a list hands prompts to every other. Each layout runs once on each
 //! side, in its own process, for each model, form of attention and element type; what decode holds and answers is
-//! compared with one process that has one rank.
+//! compared with one process that has one rank. A short list of further pairs have another element type on each side, and
+//! prefill converts.
 
 mod layouts;
 mod report;
@@ -10,10 +11,11 @@ use std::{process::ExitCode, sync::Arc};
 use futures_util::{StreamExt, stream};
 use indicatif::ProgressBar;
 use kvferry_engine::Model;
-use kvferry_plan::{Blame, Dtype, LayoutSpec};
+use kvferry_plan::{Blame, Cast, Dtype, LayoutSpec};
 
 use super::{
     cluster::{Fleet, Handle, Side},
+    conversion::Conversion,
     disaggregated,
     prompts::{self, Prompt},
     reference::{Answer, Plan},
@@ -26,7 +28,7 @@ use crate::{
     serve::blocking,
     terminal,
 };
-use report::{Cell, Matrix, Sheet};
+use report::{Cell, Converted, Matrix, Sheet};
 
 /// Prompts of each cell, in tokens: one that leaves ranks without a row, and one that is longer than the virtual page of
 /// every listed layout.
@@ -55,15 +57,17 @@ pub(crate) async fn run(mut args: DemoArgs) -> Result<ExitCode, Failure> {
     let layouts = layouts::names(args.quick);
     let types = [Dtype::F32, Dtype::Bf16, Dtype::Fp8E4m3];
     let sheets = subjects.len() * types.len();
-    let mut matrix = Matrix::new(&args, &layouts, &PROMPTS);
+    let conversions = subjects.iter().map(|subject| subject.conversions().count()).sum();
+    let mut matrix = Matrix::new(&args, &layouts, &PROMPTS, conversions);
     if !args.json {
         matrix.title(sheets);
     }
-    let bar = progress.things("cells", (sheets * layouts.len().pow(2)) as u64);
+    let bar = progress.things("cells", (sheets * layouts.len().pow(2) + conversions) as u64);
     for subject in &subjects {
         for kv in types {
             matrix.sheets.push(subject.sheet(&args, kv, &bar).await?);
         }
+        matrix.conversions.extend(subject.converted(&args, &bar).await?);
     }
     bar.finish_and_clear();
     if args.json {
@@ -104,15 +108,20 @@ async fn subjects(args: &DemoArgs, progress: Progress) -> Result<Vec<Subject>, F
                 located: located.clone(),
                 attention: *attention,
                 form,
-                layouts: layouts
-                    .iter()
-                    .map(|name| layouts::named(name, config.layers))
-                    .collect::<Result<_, _>>()?,
+                layouts: named(layouts, config.layers)?,
+                converted: {
+                    let [prefill, decode] = layouts::converted(args.quick);
+                    [named(prefill, config.layers)?, named(decode, config.layers)?]
+                },
                 prompts: PROMPTS.map(|count| prompts::by_ids(config.vocab, count)).into(),
             });
         }
     }
     Ok(subjects)
+}
+
+fn named(names: Vec<&str>, layers: usize) -> Result<Vec<LayoutSpec>, Failure> {
+    names.into_iter().map(|name| layouts::named(name, layers)).collect()
 }
 
 /// A model in one form of attention.
@@ -122,6 +131,8 @@ struct Subject {
     attention: AttentionArg,
     form: &'static str,
     layouts: Vec<LayoutSpec>,
+    /// Those at prefill and those at decode that are paired with a conversion.
+    converted: [Vec<LayoutSpec>; 2],
     prompts: Vec<Prompt>,
 }
 
@@ -159,6 +170,49 @@ impl Subject {
         Ok(sheet)
     }
 
+    /// The pairs with a conversion, by number on either side.
+    fn conversions(&self) -> impl Iterator<Item = (usize, usize, Cast)> + '_ {
+        let [prefill, decode] = &self.converted;
+        prefill.iter().enumerate().flat_map(move |(a, from)| {
+            decode
+                .iter()
+                .enumerate()
+                .filter_map(move |(b, to)| Some((a, b, Cast::between(from.kv?, to.kv?)?)))
+        })
+    }
+
+    /// Runs them, each against a reference of its own.
+    async fn converted(&self, args: &DemoArgs, bar: &ProgressBar) -> Result<Vec<Converted>, Failure> {
+        let mut args = args.clone();
+        (args.engine.attention, args.engine.convert_kv) = (self.attention, true);
+        let mut fleet = Fleet::start().await?;
+        let [sources, targets] = &self.converted;
+        let side = |role, layouts| Side { role, layouts, engine: &args.engine };
+        let sides = [side("prefill", sources.as_slice()), side("decode", targets)];
+        let [prefill, decode] = fleet.join(sides, &self.located).await?;
+        let mut all = Vec::new();
+        for (from, to, cast) in self.conversions() {
+            let pair = prefill.get(from).zip(decode.get(to)).zip(sources.get(from).zip(targets.get(to)));
+            let Some((pair, (source, target))) = pair else { continue };
+            (args.prefill, args.decode) = (source.clone(), target.clone());
+            let plan = Plan::new(&args);
+            let answers = self.answers(&args, plan.clone()).await?;
+            let outcomes = self.outcomes(pair, &args, (&plan, &answers)).await;
+            all.push(Converted {
+                model: self.model.clone(),
+                attention: self.form,
+                cast,
+                prefill: source.to_string(),
+                decode: target.to_string(),
+                conversion: Conversion::all(outcomes.iter()),
+                findings: outcomes.into_iter().flat_map(|outcome| outcome.findings).collect(),
+            });
+            bar.inc(1);
+        }
+        fleet.stop().await;
+        Ok(all)
+    }
+
     /// What one process says to the prompts.
     async fn answers(&self, args: &DemoArgs, plan: Plan) -> Result<Vec<Answer>, Failure> {
         let options = args.engine.load_options();
@@ -177,17 +231,26 @@ impl Subject {
         &self,
         pair: (&Handle, &Handle),
         args: &DemoArgs,
-        (plan, answers): (&Plan, &[Answer]),
+        right: (&Plan, &[Answer]),
     ) -> (Vec<Finding>, Option<CacheReport>) {
-        let (mut findings, mut state) = (Vec::new(), None);
+        let outcomes = self.outcomes(pair, args, right).await;
+        let state = CacheReport::sum(outcomes.iter().map(|outcome| outcome.state));
+        (outcomes.into_iter().flat_map(|outcome| outcome.findings).collect(), state)
+    }
+
+    async fn outcomes(
+        &self,
+        pair: (&Handle, &Handle),
+        args: &DemoArgs,
+        (plan, answers): (&Plan, &[Answer]),
+    ) -> Vec<Outcome> {
+        let mut outcomes = Vec::new();
         for (prompt, answer) in self.prompts.iter().zip(answers) {
-            let outcome = match disaggregated::run(pair, prompt, args, |_| ()).await {
+            outcomes.push(match disaggregated::run(pair, prompt, args, |_| ()).await {
                 Ok(run) => Outcome::compare(plan, &run, answer),
                 Err(problem) => Outcome::failed(Finding::hand_off(&problem)),
-            };
-            findings.extend(outcome.findings);
-            state = CacheReport::sum([state, outcome.state]);
+            });
         }
-        (findings, state)
+        outcomes
     }
 }

@@ -1,9 +1,10 @@
 //! What the matrix found, for people and for machines.
 
-use kvferry_plan::Dtype;
+use kvferry_plan::{Cast, Dtype};
 use serde::Serialize;
 
 use super::super::{
+    conversion::Conversion,
     report::{CacheReport, Finding},
     table::bytes,
 };
@@ -51,6 +52,40 @@ impl Sheet {
     }
 }
 
+/// One pair of layouts with different element types.
+#[derive(Debug, Serialize)]
+pub(super) struct Converted {
+    pub(super) model: String,
+    pub(super) attention: &'static str,
+    #[serde(skip)]
+    pub(super) cast: Cast,
+    pub(super) prefill: String,
+    pub(super) decode: String,
+    /// `null` when nothing came to be compared.
+    pub(super) conversion: Option<Conversion>,
+    pub(super) findings: Vec<Finding>,
+}
+
+impl Converted {
+    fn equal(&self) -> bool {
+        self.findings.is_empty() && self.conversion.is_some()
+    }
+
+    fn name(&self) -> String {
+        format!("{} {} {}", self.model, self.attention, self.cast)
+    }
+
+    /// What a person is told.
+    fn print(&self) {
+        let text = match &self.conversion {
+            Some(conversion) if self.equal() => format!("equal, {}", conversion.loss()),
+            _ => "NOT equal".into(),
+        };
+        let look = if self.equal() { Look::Good } else { Look::Bad };
+        terminal::paragraph(format_args!("{}  {}", self.name(), styled(look, text)), 2);
+    }
+}
+
 /// The whole suite.
 #[derive(Debug, Serialize)]
 pub(super) struct Matrix {
@@ -64,10 +99,19 @@ pub(super) struct Matrix {
     /// The exit status: true is 0.
     proven: bool,
     pub(super) sheets: Vec<Sheet>,
+    /// How many there are to be.
+    #[serde(skip)]
+    conversions_due: usize,
+    pub(super) conversions: Vec<Converted>,
 }
 
 impl Matrix {
-    pub(super) fn new(args: &DemoArgs, layouts: &[&'static str], prompts: &[usize]) -> Self {
+    pub(super) fn new(
+        args: &DemoArgs,
+        layouts: &[&'static str],
+        prompts: &[usize],
+        conversions_due: usize,
+    ) -> Self {
         Self {
             suite: "matrix",
             transport: name_of(&args.engine.transport),
@@ -76,6 +120,8 @@ impl Matrix {
             cells: 0,
             proven: false,
             sheets: Vec::new(),
+            conversions_due,
+            conversions: Vec::new(),
         }
     }
 
@@ -88,6 +134,8 @@ impl Matrix {
         let pairs = self.layouts.len().pow(2);
         !self.sheets.is_empty()
             && self.sheets.iter().all(|sheet| sheet.cells.len() == pairs && sheet.equal() == pairs)
+            && self.conversions.len() == self.conversions_due
+            && self.conversions.iter().all(Converted::equal)
     }
 
     /// With the totals.
@@ -101,10 +149,11 @@ impl Matrix {
         let (count, prompts) = (self.layouts.len(), self.prompt_tokens.iter());
         let prompts: Vec<_> = prompts.map(ToString::to_string).collect();
         let title = format!(
-            "{count} layouts to {count}, over {}, canonical arithmetic, {sheets} kinds of cache: {} cells; prompts of {} \
-             tokens; `uneven` is a first stage of one layer",
+            "{count} layouts to {count}, over {}, canonical arithmetic, {sheets} kinds of cache: {} cells, and {} \
+             pairs with a conversion; prompts of {} tokens; `uneven` is a first stage of one layer",
             self.transport,
             sheets * count * count,
+            self.conversions_due,
             prompts.join(" and ")
         );
         terminal::paragraph(title, 0);
@@ -139,15 +188,28 @@ impl Matrix {
                 styled(look, format_args!("{equal} of {all} equal{state}"))
             ));
         }
+        terminal::line("");
+        self.conversions.iter().for_each(Converted::print);
         self.print_findings();
         let cells = self.cells();
         if self.proven() {
-            terminal::line(styled(Look::Good, format_args!("proven equal: all {cells} cells")));
+            terminal::line(styled(
+                Look::Good,
+                format_args!(
+                    "proven equal: all {cells} cells and {} pairs with a conversion",
+                    self.conversions.len()
+                ),
+            ));
         } else {
             let equal: usize = self.sheets.iter().map(Sheet::equal).sum();
             terminal::line(styled(
                 Look::Bad,
-                format_args!("NOT proven equal: {} of {cells} cells", cells - equal),
+                format_args!(
+                    "NOT proven equal: {} of {cells} cells, {} of {} pairs with a conversion",
+                    cells - equal,
+                    self.conversions.iter().filter(|pair| !pair.equal()).count(),
+                    self.conversions_due
+                ),
             ));
         }
     }
@@ -160,24 +222,27 @@ impl Matrix {
     }
 
     fn print_findings(&self) {
-        let found = || {
-            self.sheets.iter().flat_map(|sheet| {
-                let cells = sheet.cells.iter();
-                cells.flat_map(move |cell| cell.findings.iter().map(move |finding| (sheet, cell, finding)))
+        let cells = self.sheets.iter().flat_map(|sheet| {
+            sheet.cells.iter().map(move |cell| {
+                let layout = |number: usize| self.layouts.get(number).copied().unwrap_or_default();
+                let Sheet { model, attention, kv, .. } = sheet;
+                let pair = (layout(cell.prefill), layout(cell.decode));
+                (format!("{model} {attention} {kv}"), pair, &cell.findings)
             })
-        };
-        for (sheet, cell, finding) in found().take(SHOWN) {
-            let name = |number: usize| self.layouts.get(number).copied().unwrap_or_default();
-            let (from, to) = (name(cell.prefill), name(cell.decode));
-            let Sheet { model, attention, kv, .. } = sheet;
-            let text = format!(
-                "{}: {model} {attention} {kv}, {from} → {to}: {}",
-                styled(Look::Bad, "finding"),
-                finding.text
-            );
-            terminal::paragraph(text, 2);
+        });
+        let converted = self
+            .conversions
+            .iter()
+            .map(|pair| (pair.name(), (pair.prefill.as_str(), pair.decode.as_str()), &pair.findings));
+        let found: Vec<_> = cells
+            .chain(converted)
+            .flat_map(|(name, pair, findings)| findings.iter().map(move |f| (name.clone(), pair, &f.text)))
+            .collect();
+        for (name, (from, to), text) in found.iter().take(SHOWN) {
+            let finding = styled(Look::Bad, "finding");
+            terminal::paragraph(format_args!("{finding}: {name}, {from} → {to}: {text}"), 2);
         }
-        match found().count() {
+        match found.len() {
             more if more > SHOWN => terminal::line(format_args!("and {} more", more - SHOWN)),
             _ => {}
         }

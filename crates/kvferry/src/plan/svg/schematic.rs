@@ -47,7 +47,8 @@ impl Schematic {
         let base = request.shape.parts.iter().find(|p| !p.part.is_draft() && p.state.is_none());
         let pages = |side: &Placement| base.and_then(|p| side.part(p.part)).map_or(1, |l| l.page_size);
         let largest = pages(src).max(pages(dst));
-        let pair = Pair::new(request.shape.clone(), small(src, largest), small(dst, largest))?;
+        let (src, dst) = (small(src, largest), small(dst, largest));
+        let pair = Pair::with(request.shape.clone(), src, dst, request.dtypes)?;
         let count = request.tokens.len().min(TOKENS);
         let start = if request.tokens.start > Token(0) { PREFIX } else { 0 };
         let tokens = TokenRange::new(start, (start + count).min(TOKENS.max(start + 1)));
@@ -202,7 +203,8 @@ fn cells<'a>(pair: &'a Pair, src: RankId, plan: &'a Plan) -> impl Iterator<Item 
         let size = pair.src().part(group.part).map_or(1, |l| l.dtype.size().0);
         let head = shape.map_or(1, |s| u64::from(s.head_elems)) * size;
         let first = shape.map_or(0, |s| pair.src().heads(s, src).start);
-        let heads = (group.slice.src_offset.0 / head..(group.slice.src_offset.0 + group.slice.len.0) / head)
+        let heads = (group.slice.src_offset.0 / head
+            ..(group.slice.src_offset.0 + group.slice.src_len().0) / head)
             .map(move |h| first + h as u32);
         let state = group.part.is_state();
         let tokens: Vec<u64> =
