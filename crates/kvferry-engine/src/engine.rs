@@ -12,7 +12,8 @@ use kvferry_plan::{
 };
 
 use crate::{
-    Answer, EngineError, Events, Fault, FirstToken, HandOff, Model, RankRows, Request, RoomLease, Rows,
+    Answer, EngineError, Events, Fault, FirstToken, HandOff, Model, Profile, RankRows, Request, RoomLease,
+    Rows,
     forward::Forward,
     limits::Limits,
     mailbox::{Sender, mailbox},
@@ -55,6 +56,8 @@ pub struct EngineConfig {
     pub prefix_cache: bool,
     /// Form of steps that only generate.
     pub decode_batch: DecodeBatch,
+    /// Keep count of where the steps' time goes ([`Engine::profile`]).
+    pub profile: bool,
     /// Arithmetic that is wrong on purpose, for negative controls.
     pub fault: Option<Fault>,
 }
@@ -71,6 +74,7 @@ impl Default for EngineConfig {
             max_queued: 1024,
             prefix_cache: true,
             decode_batch: DecodeBatch::default(),
+            profile: false,
             fault: None,
         }
     }
@@ -134,6 +138,7 @@ pub struct Engine {
     limits: Limits,
     commands: Sender<Command>,
     stats: Arc<Mutex<EngineStats>>,
+    profile: Arc<Mutex<Profile>>,
     scheduler: Option<JoinHandle<()>>,
 }
 
@@ -153,7 +158,7 @@ impl Engine {
         let stats = Arc::new(Mutex::new(EngineStats::default()));
         let (commands, inbox) = mailbox();
         let (shape, placement) = (forward.shape().clone(), forward.placement().clone());
-        let arenas = forward.arenas();
+        let (arenas, profile) = (forward.arenas(), forward.profile());
         let mailbox = (commands.clone(), inbox);
         let scheduler =
             Scheduler::new(forward, limits.capacity().clone(), config, handoff, mailbox, Arc::clone(&stats));
@@ -161,7 +166,17 @@ impl Engine {
             .name("scheduler".into())
             .spawn(move || scheduler.run())
             .map_err(|error| EngineError::Thread(error.to_string()))?;
-        Ok(Self { model, shape, placement, arenas, limits, commands, stats, scheduler: Some(scheduler) })
+        Ok(Self {
+            model,
+            shape,
+            placement,
+            arenas,
+            limits,
+            commands,
+            stats,
+            profile,
+            scheduler: Some(scheduler),
+        })
     }
 
     /// Computes a prompt and continues it, all in this engine.
@@ -328,6 +343,12 @@ impl Engine {
     #[must_use]
     pub fn stats(&self) -> EngineStats {
         self.stats.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// Where the time of all steps so far went, if [`EngineConfig::profile`] asked for it. A step is in it when it is over.
+    #[must_use]
+    pub fn profile(&self) -> Profile {
+        *self.profile.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn send(&self, command: Command) -> Result<(), EngineError> {

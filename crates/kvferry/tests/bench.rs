@@ -92,6 +92,31 @@ fn engine() {
     assert!(json["llama_cpp_missing"].as_str().unwrap().contains("npm i"), "{json:#}");
 }
 
+/// The parts of a long prompt are all named and make the whole; the model has all of them.
+#[test]
+fn engine_with_a_long_prompt() {
+    let run = kvferry(&["bench", "engine", "--long", "--prompt", "700", "--rounds", "1", "--json"]);
+    assert_eq!(run.code, Some(0), "{}", run.all());
+    let json = run.json();
+    assert_eq!(
+        (&json["version"], &json["prompt_tokens"], &json["ranks"], &json["model"]),
+        (&1.into(), &700.into(), &2.into(), &"embedded:needle_kimi".into())
+    );
+    let names: Vec<_> = json["rows"].as_array().unwrap().iter().map(|row| &row["arith"]).collect();
+    assert_eq!(names, ["fast", "canonical"]);
+    for row in json["rows"].as_array().unwrap() {
+        let parts = row["parts"].as_object().unwrap();
+        let sum: f64 = parts.values().map(|part| part.as_f64().unwrap()).sum();
+        assert!((sum - 1.0).abs() < 1e-6, "{row:#}");
+        assert!(parts.values().all(|part| part.as_f64().unwrap() > 0.0), "{row:#}");
+        let memory = ["workspace_mib", "attention_mib"].map(|name| row[name].as_f64().unwrap());
+        assert!(memory[0] > memory[1] && memory[1] > 0.0, "{row:#}");
+    }
+    let refused = kvferry(&["bench", "engine", "--long", "--decode", "3"]);
+    assert_eq!(refused.code, Some(2), "{}", refused.all());
+    assert!(refused.stderr.contains("--decode"), "{}", refused.all());
+}
+
 /// A folder without the package is an error that names the command which fills it.
 #[test]
 fn llama_cpp_that_is_not_there() {

@@ -9,13 +9,14 @@ use super::{
     batch::{Block, SCORES},
     meetings::Attended,
     rank::Rank,
-    space::Account,
+    space::{Account, Memory},
 };
 use crate::{
     EngineError, Fault, Model,
     math::{Arith, AttentionSums, KeyPanels, Scores, ValueRows, merge_lse, merge_max},
     meeting::RankError,
     pool::RowBuffer,
+    profile::Phase,
 };
 
 /// How keys and values lie in the rows of the cache.
@@ -119,6 +120,16 @@ impl Buffers {
         }
     }
 
+    /// Memory held, in bytes.
+    pub(super) fn bytes(&self) -> usize {
+        let keys: usize = self.keys.heads.iter().map(KeyPanels::bytes).sum();
+        let values: usize = self.values.heads.iter().map(ValueRows::bytes).sum();
+        let lists = [&self.q, &self.largest, &self.attended.out, &self.attended.lse, &self.out];
+        let lists: usize = lists.into_iter().map(Memory::bytes).sum();
+        let plan = self.blocks.bytes() + self.meetings.bytes() + self.visible.bytes();
+        self.rows.bytes() + keys + values + self.scores.bytes() + self.sums.bytes() + lists + plan
+    }
+
     /// What is loaded is of another layer.
     fn forget(&mut self) {
         (self.rows_of, self.keys.span, self.values.span) = (None, None, None);
@@ -157,7 +168,7 @@ impl Rank<'_> {
     pub(super) fn plan(&self, kv: &Kv, b: &mut Buffers, account: &Account) -> Result<(), EngineError> {
         let heads = (self.share.kv_heads.len(), kv.heads_per_kv);
         let most = |span: &super::batch::Span| self.pool.most(kv.key, span.context());
-        self.batch.meetings(heads, self.dcp, most, (&mut b.blocks, &mut b.meetings), account)
+        self.batch.meetings(b.arith, heads, self.dcp, most, (&mut b.blocks, &mut b.meetings), account)
     }
 
     /// Takes the memory for a next token of each of as many requests as the batch has rows, all of them as long as they
@@ -236,6 +247,9 @@ impl Rank<'_> {
         b: &mut Buffers,
         (account, bad): (&Account, &mut Vec<usize>),
     ) -> Result<(), RankError> {
+        if self.dcp > 1 {
+            account.clock.lap(Phase::Meetings);
+        }
         b.forget();
         for number in 0..b.meetings.len() {
             let meeting = b.meetings[number].clone();
@@ -271,6 +285,7 @@ impl Rank<'_> {
         account: &Account,
     ) -> Result<(), EngineError> {
         let Some(span) = self.batch.spans().get(number) else { return Ok(()) };
+        account.clock.lap(Phase::Attention);
         if b.rows_of.replace((number, part)) != Some((number, part)) {
             let tokens = self.pool.owned(part, span.context())?;
             account.note(&mut b.rows, |rows| self.pool.read((layer, part), &span.table, tokens, rows))??;
@@ -298,6 +313,7 @@ impl Rank<'_> {
             let from = rows.from(head * elems + kv.key_offset);
             account.note(keys, |keys| keys.fill(from, kv.key_dim, rows.stride()))?;
         }
+        account.clock.lap(Phase::CacheReads);
         Ok(())
     }
 
@@ -321,20 +337,20 @@ impl Rank<'_> {
             let from = rows.from(head * elems);
             account.note(values, |values| values.fill(from, kv.value_dim, rows.stride()))?;
         }
+        account.clock.lap(Phase::CacheReads);
         Ok(())
     }
 
-    /// Scores of one more block; returns how many rows they have.
-    fn score(
+    /// Puts the queries of a block side by side, and what each of them may see; returns how many rows they are.
+    fn gather(
         &self,
-        (layer, kv): (LayerId, &Kv),
+        kv: &Kv,
         q: &[f32],
         block: &Block,
         b: &mut Buffers,
         account: &Account,
     ) -> Result<usize, EngineError> {
-        self.load_keys((layer, kv), block.span, b, account)?;
-        let Buffers { keys, scores, visible, q: packed, .. } = b;
+        let Buffers { visible, q: packed, .. } = b;
         let placed = self.place(block, kv);
         let (count, rows, dim) = (placed.count(), block.rows.len(), kv.key_dim);
         account.cleared(visible, count)?;
@@ -350,7 +366,6 @@ impl Rank<'_> {
                 visible.push(self.pool.owned(kv.key, position + 1)?);
             }
         }
-        account.note(scores, |scores| scores.compute(packed, &keys.heads[block.kv], visible))?;
         Ok(count)
     }
 
@@ -367,11 +382,16 @@ impl Rank<'_> {
         b.scores.clear();
         for at in meeting.clone() {
             let block = b.blocks[at].clone();
-            self.score((layer, kv), q, &block, b, account)?;
+            self.load_keys((layer, kv), block.span, b, account)?;
+            self.gather(kv, q, &block, b, account)?;
+            let Buffers { keys, scores, visible, q, .. } = &mut *b;
+            account.note(scores, |scores| scores.compute(q, &keys.heads[block.kv], visible))?;
         }
         let count = b.scores.max().len();
         account.cleared(&mut b.largest, count)?.extend_from_slice(b.scores.max());
+        account.clock.lap(Phase::Attention);
         group.largest.meet(in_group, &mut b.largest, largest_of_all, |()| ())?;
+        account.clock.lap(Phase::Meetings);
         if self.fault == Some(Fault::BlindMerge) {
             b.largest.copy_from_slice(b.scores.max());
         }
@@ -394,11 +414,13 @@ impl Rank<'_> {
             Ok(())
         };
         let blocks = &blocks[meeting];
-        group.sums.meet(in_group, sums, finish, |whole| self.keep(kv, blocks, whole, out, bad))
+        account.clock.lap(Phase::Attention);
+        group.sums.meet(in_group, sums, finish, |whole| self.keep(kv, blocks, whole, out, bad))?;
+        account.clock.lap(Phase::Meetings);
+        Ok(())
     }
 
-    /// Fast: each rank's softmax over its own tokens, merged by their log-sum-exp. Each block is finished while its
-    /// scores are in the cache.
+    /// Fast: each rank's softmax over its own tokens, merged by their log-sum-exp.
     fn meet_by_weight(
         &self,
         (layer, kv): (LayerId, &Kv),
@@ -415,13 +437,14 @@ impl Rank<'_> {
         let mut first = 0;
         for at in meeting.clone() {
             let block = b.blocks[at].clone();
-            b.scores.clear();
-            let rows = self.score((layer, kv), q, &block, b, account)?;
+            let rows = self.gather(kv, q, &block, b, account)?;
+            self.load_keys((layer, kv), block.span, b, account)?;
             self.load_values((layer, kv), block.span, b, account)?;
-            let Buffers { scores, values, attended, .. } = &mut *b;
+            let Buffers { keys, scores, values, visible, q, attended, .. } = &mut *b;
+            let cache = (&keys.heads[block.kv], &values.heads[block.kv]);
             let out = &mut attended.out[first * dim..(first + rows) * dim];
             let lse = &mut attended.lse[first..first + rows];
-            let overflow = account.note(scores, |s| s.attend(0, &values.heads[block.kv], out, lse))?;
+            let overflow = account.note(scores, |scores| scores.attend(q, cache, visible, out, lse))?;
             attended.bad.extend(overflow.rows().iter().map(|row| first + row));
             first += rows;
         }
@@ -430,6 +453,7 @@ impl Rank<'_> {
         if self.fault == Some(Fault::BlindMerge) {
             attended.lse.iter_mut().filter(|lse| lse.is_finite()).for_each(|lse| *lse = 0.0);
         }
+        account.clock.lap(Phase::Attention);
         if self.dcp <= 1 {
             self.keep(kv, blocks, attended, out, bad);
             return Ok(());
@@ -446,7 +470,9 @@ impl Rank<'_> {
         let group = self.member.group();
         group.weighted.meet(self.member.in_group(), attended, merge, |whole| {
             self.keep(kv, blocks, whole, out, bad);
-        })
+        })?;
+        account.clock.lap(Phase::Meetings);
+        Ok(())
     }
 
     /// Copies what is this rank's own of some blocks' `[heads][rows][value_dim]` to its place in the output, and notes

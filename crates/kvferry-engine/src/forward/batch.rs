@@ -5,7 +5,10 @@ use std::ops::Range;
 use kvferry_plan::{PageTable, SlotId, TokenRange};
 
 use super::space::Account;
-use crate::{EngineError, math::query_block};
+use crate::{
+    EngineError,
+    math::{Arith, query_block},
+};
 
 /// Consecutive tokens of one request.
 #[derive(Clone, Copy, Debug)]
@@ -167,13 +170,14 @@ impl Batch {
     /// tokens that a rank holds of a span.
     pub(super) fn meetings(
         &self,
+        arith: Arith,
         (kv_heads, heads_per_kv): (usize, usize),
         dcp: usize,
         held: impl Fn(&Span) -> Result<usize, EngineError>,
         (blocks, meetings): (&mut Vec<Block>, &mut Vec<Range<usize>>),
         account: &Account,
     ) -> Result<(), EngineError> {
-        let step = |tokens| (query_block(tokens) / heads_per_kv.max(1)).max(1);
+        let step = |tokens| (query_block(tokens, arith) / heads_per_kv.max(1)).max(1);
         let mut most = 0;
         for span in self.spans() {
             most += span.rows.len().div_ceil(step(held(span)?)) * kv_heads;

@@ -11,6 +11,7 @@ use crate::{
     checkpoint::MoeConfig,
     math::{Partial, Routing, RoutingScratch, reserve_packing, scale, silu_mul},
     meeting::RankError,
+    profile::Phase,
     weights::{FFN_UNIT, FfnWeights, GatedWeights, MoeWeights},
 };
 
@@ -54,6 +55,7 @@ impl Rank<'_> {
             }
             FfnWeights::Moe(weights) => self.moe(weights, x, b, account, partial)?,
         }
+        account.clock.lap(Phase::FeedForward);
         Ok(())
     }
 

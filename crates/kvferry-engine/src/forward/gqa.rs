@@ -10,6 +10,7 @@ use crate::{
     EngineError,
     math::{Matrix, scale},
     meeting::RankError,
+    profile::Phase,
     weights::GqaWeights,
 };
 
@@ -63,6 +64,7 @@ impl Rank<'_> {
         project(&weights.k, weights.k_bias.as_deref(), k);
         let v = &mut account.zeroed(&mut b.v, rows * width)?[..count * width];
         project(&weights.v, weights.v_bias.as_deref(), v);
+        account.clock.lap(Phase::Projections);
         for ((row, k), v) in
             own.rows.iter().zip(k.chunks_exact_mut(width.max(1))).zip(v.chunks_exact(width.max(1)))
         {
@@ -71,12 +73,14 @@ impl Rank<'_> {
             self.pool.write((layer, Part::Key), table, row.position, k, narrow)?;
             self.pool.write((layer, Part::Value), table, row.position, v, narrow)?;
         }
+        account.clock.lap(Phase::CacheWrites);
 
         self.attend(layer, &mut b.q_by_head, attend, (account, bad))?;
         // `[heads][rows][dim]` to `[rows][heads * dim]`.
         let out = account.zeroed(&mut b.out, attend.out.len())?;
         by_head(&attend.out, (heads.len(), rows, dim), out, |_, _| {});
         weights.o.partial(out, rows, heads, partial);
+        account.clock.lap(Phase::Projections);
         Ok(())
     }
 

@@ -16,6 +16,7 @@ use crate::{
     math::{self, DeltaTokens, Matrix, rms_norm, sigmoid},
     meeting::RankError,
     pool::Narrow,
+    profile::Phase,
     weights::KdaWeights,
 };
 
@@ -80,6 +81,7 @@ impl Rank<'_> {
             let own = account.cleared(own, kda.kernel * width)?;
             taps.chunks_exact(kda.channels()).for_each(|row| own.extend_from_slice(&row[columns.clone()]));
         }
+        account.clock.lap(Phase::Projections);
         let spans = self.batch.spans();
         let longest = spans.iter().map(|span| span.rows.len()).max().unwrap_or(0).max(1);
         b.piece.reserve(kda, heads.len(), longest, account)?;
@@ -91,12 +93,14 @@ impl Rank<'_> {
             let (first, rows) = (span.start == 0, span.rows.clone());
             self.kda_piece(kda, (layer, slot), first, rows, (&b.inputs, &b.taps), piece, account, out)?;
         }
+        account.clock.lap(Phase::LinearAttention);
         let out = account.zeroed(&mut b.out, read.len())?;
         rms_norm(read, &weights.norm, config.rms_eps, out);
         let gate = (&weights.gate_a, &weights.gate_b);
         through(gate, x, rows, columns, (&mut b.inputs.middle, &mut b.gate), account)?;
         math::gate(out, &b.gate);
         weights.o.partial(out, rows, heads, partial);
+        account.clock.lap(Phase::Projections);
         Ok(())
     }
 

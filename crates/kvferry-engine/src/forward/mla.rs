@@ -11,6 +11,7 @@ use crate::{
     EngineError, Fault,
     math::{rms_norm, scale},
     meeting::RankError,
+    profile::Phase,
     weights::MlaWeights,
 };
 
@@ -82,6 +83,7 @@ impl Rank<'_> {
         let latent = &mut account.zeroed(&mut b.latent, rows * row_width)?[..count * row_width];
         weights.kv_a.apply(&own.x, count, 0..row_width, latent);
         add_bias(latent, weights.kv_a_bias.as_deref());
+        account.clock.lap(Phase::Projections);
         let normed = account.zeroed(&mut b.latent_normed, lora)?;
         for (row, latent) in own.rows.iter().zip(latent.chunks_exact_mut(row_width)) {
             if let (Some(norm), Some(eps)) = (&weights.latent_norm, shape.latent_norm) {
@@ -93,6 +95,7 @@ impl Rank<'_> {
             }
             self.pool.write((layer, Part::Latent), self.table(row)?, row.position, latent, narrow)?;
         }
+        account.clock.lap(Phase::CacheWrites);
 
         let queries = if nope > 0 { &mut b.queries } else { &mut b.q_by_head };
         self.attend(layer, queries, attend, (account, bad))?;
@@ -105,6 +108,7 @@ impl Rank<'_> {
         let out = account.zeroed(&mut b.out, expanded.len())?;
         by_head(expanded, (heads.len(), rows, shape.v_dim), out, |_, _| {});
         weights.o.partial(out, rows, heads, partial);
+        account.clock.lap(Phase::Projections);
         Ok(())
     }
 

@@ -18,7 +18,7 @@ mod space;
 #[cfg(test)]
 mod tests;
 
-use std::sync::{Arc, PoisonError, RwLock};
+use std::sync::{Arc, Mutex, PoisonError, RwLock};
 
 use kvferry_arena::Arena;
 use kvferry_plan::{CacheShape, LayoutSpec, Placement, PoolSize, RankId, RoomKey, SlotId, TokenRange};
@@ -26,7 +26,7 @@ use kvferry_plan::{CacheShape, LayoutSpec, Placement, PoolSize, RankId, RoomKey,
 pub(crate) use batch::{Outcome, Outcomes, Piece};
 
 use crate::{
-    DecodeBatch, EngineConfig, EngineError, Fault, Model, Rows,
+    DecodeBatch, EngineConfig, EngineError, Fault, Model, Profile, Rows,
     checkpoint::MoeConfig,
     math::RopeTable,
     meeting::RankError,
@@ -65,6 +65,9 @@ struct Held {
     /// By TP coordinate; every stage has the same.
     shares: Vec<Share>,
     fault: Option<Fault>,
+    /// Whether somebody wants to know where time goes, and where it went.
+    timed: bool,
+    profile: Arc<Mutex<Profile>>,
     /// Tokens of the longest sequence.
     longest: u64,
     meetings: Meetings,
@@ -146,9 +149,19 @@ impl Forward {
         let stages = u32::try_from(placement.stages.len()).unwrap_or(u32::MAX);
         let meetings = Meetings::new(stages, placement.tp, shares::dcp(&placement));
         let seats = pools.iter().map(|_| Space::new(&model)).collect();
-        let (fault, batch) = (config.fault, RwLock::default());
-        let held = Held { model, rope, placement, pools, shares, fault, longest, meetings, batch };
-        let held = Arc::new(held);
+        let held = Arc::new(Held {
+            model,
+            rope,
+            placement,
+            pools,
+            shares,
+            fault: config.fault,
+            timed: config.profile,
+            profile: Arc::default(),
+            longest,
+            meetings,
+            batch: RwLock::default(),
+        });
         let ranks = Ranks::start(Arc::clone(&held), seats)?;
         let (outcomes, steps) = (Outcomes::default(), Steps::default());
         Ok(Self { shape, pages, slots, held, ranks, outcomes, shapes, steps })
@@ -175,6 +188,11 @@ impl Forward {
     /// The pools' memory, by rank.
     pub(crate) fn arenas(&self) -> Vec<Arc<Arena>> {
         self.held.pools.iter().map(|pool| Arc::clone(pool.arena())).collect()
+    }
+
+    /// Where the time of the steps so far went.
+    pub(crate) fn profile(&self) -> Arc<Mutex<Profile>> {
+        Arc::clone(&self.held.profile)
     }
 
     /// End-of-sequence ids of the model.
@@ -335,7 +353,13 @@ impl Work for Held {
             layers: self.placement.stages.get(stage).ok_or_else(lost)?,
             longest: self.longest,
         };
-        this.run(space)
+        space.account.clock.start(self.timed);
+        this.run(space)?;
+        if let Some(mut spent) = space.account.clock.spent() {
+            spent.attention_bytes = space.attend.bytes();
+            self.profile.lock().unwrap_or_else(PoisonError::into_inner).add(&spent);
+        }
+        Ok(())
     }
 
     fn disband(&self) {

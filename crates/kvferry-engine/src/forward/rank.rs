@@ -13,6 +13,7 @@ use crate::{
     math::{Partial, RopeTable, add_assign, rms_norm},
     meeting::RankError,
     pool::Pool,
+    profile::Phase,
     shares::Share,
     weights::{AttentionWeights, Layer},
 };
@@ -49,14 +50,18 @@ impl Rank<'_> {
         if !self.member.take_over(&mut space.x)? {
             self.embed(space)?;
         }
+        space.account.clock.lap(Phase::Other);
         space.account.zeroed(&mut space.normed, space.x.len())?;
         for (layer, weights) in (0..).map(LayerId).zip(self.model.layers()) {
             if self.layers.binary_search(&layer).is_ok() {
                 self.layer(layer, weights, space)?;
             }
         }
-        if !self.member.hand_on(&mut space.x)? {
+        let last = !self.member.hand_on(&mut space.x)?;
+        space.account.clock.lap(Phase::Meetings);
+        if last {
             self.logits(space)?;
+            space.account.clock.lap(Phase::Logits);
         }
         space.bad.sort_unstable();
         space.bad.dedup();
@@ -99,7 +104,9 @@ impl Rank<'_> {
     fn begin(&self, norm: &[f32], space: &mut Space) -> Result<(), EngineError> {
         rms_norm(&space.x, norm, self.model.config().rms_eps, &mut space.normed);
         let rows = self.batch.rows();
-        space.account.note(&mut space.partial, |partial| partial.reset(rows))
+        space.account.note(&mut space.partial, |partial| partial.reset(rows))?;
+        space.account.clock.lap(Phase::Other);
+        Ok(())
     }
 
     /// Adds the sum of all ranks' partial results to the residual stream.
@@ -120,7 +127,9 @@ impl Rank<'_> {
                 add_assign(x, &whole.x);
                 bad.extend_from_slice(&whole.bad);
             },
-        )
+        )?;
+        account.clock.lap(Phase::Meetings);
+        Ok(())
     }
 
     /// Logits of the wanted rows over the whole vocabulary: each rank computes its part of the vocabulary.

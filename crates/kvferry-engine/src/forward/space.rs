@@ -8,6 +8,7 @@ use crate::{
     EngineError, Model,
     math::{AttentionSums, KeyPanels, Partial, Scores, ValueRows},
     pool::{Narrow, RowBuffer},
+    profile::Clock,
 };
 
 /// What tells how much memory it has.
@@ -33,9 +34,10 @@ macro_rules! memory {
 }
 memory!(AttentionSums, KeyPanels, Narrow, Partial, RowBuffer, Scores, ValueRows);
 
-/// Keeps account of what a rank's memory has grown by, and whether it may grow.
+/// Keeps account of what a rank's memory has grown by, whether it may grow, and where its time goes.
 #[derive(Debug, Default)]
 pub(super) struct Account {
+    pub(super) clock: Clock,
     frozen: Cell<bool>,
     bytes: Cell<usize>,
 }

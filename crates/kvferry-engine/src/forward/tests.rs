@@ -1,5 +1,7 @@
 //! The forward pass against other people's logits, and against itself in other layouts.
 
+mod memory;
+
 use std::{path::PathBuf, sync::Arc};
 
 use kvferry_plan::{Dtype, RankId, RoomId, RoomKey};

@@ -5,7 +5,8 @@
 //!
 //! * canonical: [`Scores::compute`]; all-reduce [`Scores::max`] with [`merge_max`](super::merge_max);
 //!   [`Scores::sums`]; [`AttentionSums::finish`] over the parts of all ranks.
-//! * fast: [`Scores::compute`]; [`Scores::attend`]; [`merge_lse`](super::merge_lse) over the parts of all ranks.
+//! * fast: [`Scores::attend`], which keeps the scores of one tile of tokens at a time; [`merge_lse`](super::merge_lse) over the
+//!   parts of all ranks.
 //!
 //! Several blocks may be under way at once, so that the ranks meet once for all of them. A rank may hold no token, and
 //! a row may see none. Everything here reuses its memory; what was reserved is enough for what it was reserved for.
@@ -31,9 +32,16 @@ const GRID_SUM: f64 = 2_147_000_000.0;
 /// A weight unit in grid steps.
 const WEIGHT_ONE: f64 = (1u64 << grid::WEIGHT_BITS) as f64;
 
-/// Query rows to take at a time over `tokens` local rows so that the scores stay within about 2 MiB, at least 12.
-pub fn query_block(tokens: usize) -> usize {
-    ((512 << 10) / tokens.max(1)).clamp(12, 384)
+/// Tokens whose scores fast attention keeps at a time.
+const TILE: usize = 512;
+
+/// Query rows to take at a time over `tokens` local rows: canonical sums need the scores of all tokens, so that these stay
+/// within about 2 MiB, at least 12 rows; fast ones need those of a tile of tokens.
+pub fn query_block(tokens: usize, arith: Arith) -> usize {
+    match arith {
+        Arith::Canonical => ((512 << 10) / tokens.max(1)).clamp(12, 384),
+        Arith::Fast => 96,
+    }
 }
 
 /// Key rows `[tokens][d]`, transposed in panels of 16 tokens.
@@ -178,7 +186,7 @@ impl Scores {
         reserve(&mut self.visible, rows);
         reserve(&mut self.max, rows);
         reserve(&mut self.data, scores);
-        reserve(&mut self.acc, WEIGH_ROWS * dv.next_multiple_of(WEIGH_LANES));
+        reserve(&mut self.acc, rows * dv.next_multiple_of(WEIGH_LANES));
         reserve_packing(Kernels::best().rows * d);
     }
 
@@ -281,66 +289,108 @@ impl Scores {
             if binade {
                 into.binade.clear();
                 into.binade.resize(range.len(), MAGIC);
-                self.weigh(&block, values, rows, &mut into.binade, kernels.weigh_binade);
+                self.weigh(&block, 0, values, rows, &mut into.binade, kernels.weigh_binade);
                 for (sum, acc) in into.o[range].iter_mut().zip(&into.binade) {
                     *sum = (acc.to_bits() as i64).wrapping_sub(MAGIC.to_bits() as i64);
                 }
             } else {
-                self.weigh(&block, values, rows, &mut into.o[range], kernels.weigh_wide);
+                self.weigh(&block, 0, values, rows, &mut into.o[range], kernels.weigh_wide);
             }
         }
     }
 
-    /// Fast second pass over block `block`: this rank's attention `out[m][dv]` and natural log-sum-exp `lse[m]` over its
-    /// own tokens; zeros and -∞ for a row that sees none. Rows whose scores or results are not finite are flagged: the
-    /// merge would not notice them. Uses the block's scores up.
-    pub fn attend(&mut self, block: usize, values: &ValueRows, out: &mut [f32], lse: &mut [f32]) -> Overflow {
+    /// Fast attention of the rows `q[m][d]`, already rotated and scaled, of which row i may see the first `visible[i]` local
+    /// tokens: this rank's `out[m][dv]` and natural log-sum-exp `lse[m]` over its own tokens; zeros and -∞ for a row that sees
+    /// none. Goes through the tokens in tiles, whose sums are scaled down when a later tile has a larger score. Rows whose
+    /// scores or results are not finite are flagged: the merge would not notice them. No block is left.
+    pub fn attend(
+        &mut self,
+        q: &[f32],
+        (keys, values): (&KeyPanels, &ValueRows),
+        visible: &[usize],
+        out: &mut [f32],
+        lse: &mut [f32],
+    ) -> Overflow {
         let kernels = Kernels::best();
-        let block = self.blocks[block].clone();
-        let m = block.rows.len();
-        let (dv, padded) = (values.dv, values.padded);
+        let (m, d, dv, padded) = (visible.len(), keys.panels.k(), values.dv, values.padded);
         assert!(out.len() == m * dv && lse.len() == m, "out is [m][dv], lse is [m]");
-        let max = &self.max[block.rows.clone()];
-        let mut bad = Vec::new();
-        for (row, lse) in lse.iter_mut().enumerate() {
-            let visible = self.visible[block.rows.start + row];
-            let (seen, hidden) = self.data[block.row(row)].split_at_mut(visible);
-            hidden.fill(0.0);
-            *lse = f32::NEG_INFINITY;
-            if !seen.is_empty() {
-                *lse = (kernels.exp_sum)(seen, max[row]);
-            }
+        let tokens = visible.iter().copied().max().unwrap_or(0);
+        assert!(tokens <= keys.tokens(), "{tokens} tokens visible of {}", keys.tokens());
+        let block = Block { rows: 0..m, at: 0, stride: TILE.min(tokens) };
+        self.clear();
+        self.visible.extend_from_slice(visible);
+        self.max.resize(m, f32::NEG_INFINITY);
+        if self.data.len() < block.end() {
+            self.data.resize(block.end(), 0.0);
         }
-        let mut all = take(&mut self.acc);
-        all.resize(WEIGH_ROWS * padded, 0.0);
-        for rows in tiles(m) {
-            let acc = &mut all[..rows.len() * padded];
-            acc.fill(0.0);
-            self.weigh(&block, values, rows.clone(), acc, kernels.weigh);
-            for (row, acc) in rows.zip(acc.chunks_exact(padded.max(1))) {
-                let out = &mut out[row * dv..][..dv];
-                if lse[row] == f32::NEG_INFINITY {
-                    out.fill(0.0);
+        let mut acc = take(&mut self.acc);
+        acc.clear();
+        acc.resize(m * padded, 0.0);
+        // The sums of weights, for now.
+        lse.fill(0.0);
+        for from in (0..tokens).step_by(TILE) {
+            for first in (0..m).step_by(kernels.rows) {
+                let rows = first..m.min(first + kernels.rows);
+                let seen = visible[rows.clone()].iter().copied().max().unwrap_or(0).min(from + TILE);
+                if seen <= from {
                     continue;
                 }
-                for (out, acc) in out.iter_mut().zip(acc) {
-                    *out = acc / lse[row];
+                let (q, data) = (&q[rows.start * d..rows.end * d], &mut self.data);
+                keys.panels.product(kernels, q, rows.len(), from..seen, (d, 0..1), |row, col, values| {
+                    data[block.row(first + row)][col - from..][..values.len()].copy_from_slice(values);
+                });
+            }
+            for row in 0..m {
+                let seen = visible[row].saturating_sub(from).min(block.stride);
+                let (seen, hidden) = self.data[block.row(row)].split_at_mut(seen);
+                hidden.fill(0.0);
+                if seen.is_empty() {
+                    continue;
                 }
-                lse[row] =
-                    self.max[block.rows.start + row] + super::elementary::ln(f64::from(lse[row])) as f32;
-                if !lse[row].is_finite() || out.iter().any(|x| !x.is_finite()) {
-                    bad.push(row);
+                let (max, peak) = (kernels.peak)(seen);
+                let before = self.max[row];
+                if peak >= grid::INFINITE {
+                    self.max[row] = f32::NAN;
+                } else if max > before {
+                    let left = super::elementwise::exp(before - max);
+                    acc[row * padded..][..padded].iter_mut().for_each(|x| *x *= left);
+                    lse[row] *= left;
+                    self.max[row] = max;
                 }
+                lse[row] += (kernels.exp_sum)(seen, self.max[row]);
+            }
+            for rows in tiles(m) {
+                let acc = &mut acc[rows.start * padded..rows.end * padded];
+                self.weigh(&block, from, values, rows, acc, kernels.weigh);
             }
         }
-        self.acc = all;
+        let mut bad = Vec::new();
+        for (row, acc) in acc.chunks_exact(padded.max(1)).enumerate() {
+            let (out, lse) = (&mut out[row * dv..][..dv], &mut lse[row]);
+            if visible[row] == 0 {
+                *lse = f32::NEG_INFINITY;
+                out.fill(0.0);
+                continue;
+            }
+            for (out, acc) in out.iter_mut().zip(acc) {
+                *out = acc / *lse;
+            }
+            *lse = self.max[row] + super::elementary::ln(f64::from(*lse)) as f32;
+            if !lse.is_finite() || out.iter().any(|x| !x.is_finite()) {
+                bad.push(row);
+            }
+        }
+        self.acc = acc;
+        self.clear();
         Overflow::of(bad)
     }
 
-    /// Feeds the weights of `rows`, packed `[tokens][rows]` block by block, to a weighing kernel.
+    /// Feeds the weights of a block's `rows`, which are those of the tokens from `from` on, to a weighing kernel, packed
+    /// `[tokens][rows]`, some tokens at a time.
     fn weigh<P: Copy + From<f32>, A>(
         &self,
         block: &Block,
+        from: usize,
         values: &ValueRows,
         rows: Range<usize>,
         acc: &mut [A],
@@ -350,6 +400,7 @@ impl Scores {
         let visible = &self.visible[block.rows.clone()][rows.clone()];
         let seen = visible.iter().copied().max().unwrap_or(0);
         assert!(seen <= values.tokens, "{seen} tokens visible of {}", values.tokens);
+        let seen = seen.saturating_sub(from).min(block.stride);
         let mut packed = [P::from(0.0); TOKEN_BLOCK * WEIGH_ROWS];
         for first in (0..seen).step_by(TOKEN_BLOCK) {
             let count = TOKEN_BLOCK.min(seen - first);
@@ -360,6 +411,7 @@ impl Scores {
                     *slot = weight.into();
                 }
             }
+            let first = from + first;
             let values = &values.data[first * values.padded..(first + count) * values.padded];
             kernel(r, packed, values, values.len() / count, acc);
         }

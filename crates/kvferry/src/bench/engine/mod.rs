@@ -2,6 +2,7 @@
 //! depends less on how busy the machine is than wall time does. Not for throughput of a service (`bench serve`).
 
 mod llama;
+mod long;
 
 pub(crate) use llama::INSTALL as LLAMA_CPP;
 
@@ -10,7 +11,8 @@ use std::{path::PathBuf, process::ExitCode, sync::Arc};
 use clap::Args;
 use comfy_table::CellAlignment;
 use kvferry_engine::{
-    DecodeBatch, Engine, EngineConfig, Event, LoadOptions, Model, NoHandOff, Request, math::Arith,
+    DecodeBatch, Engine, EngineConfig, Event, LoadOptions, Model, NoHandOff, Request, checkpoint::Embedded,
+    math::Arith,
 };
 use kvferry_plan::Blame;
 use serde::Serialize;
@@ -32,12 +34,18 @@ pub(crate) struct EngineBench {
     /// Print one JSON object (docs/bench.md names its fields)
     #[arg(long)]
     json: bool,
-    /// A GGUF file, `smollm2`, or `embedded:llama_tiny`
-    #[arg(long, default_value = "smollm2")]
-    model: ModelRef,
-    /// Prompt tokens
-    #[arg(long, default_value_t = 512, value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
-    prompt: u32,
+    /// One long prompt, on two ranks, and where its time goes
+    ///
+    /// 32768 tokens through `embedded:needle_kimi`, in both arithmetic modes: tokens per CPU-second, the parts of attention,
+    /// linear attention, projections, experts and so on, and the memory that is computed in.
+    #[arg(long, conflicts_with_all = ["decode", "llama_cpp"])]
+    long: bool,
+    /// A GGUF file, `smollm2`, or `embedded:llama_tiny` [default: smollm2]
+    #[arg(long)]
+    model: Option<ModelRef>,
+    /// Prompt tokens [default: 512]
+    #[arg(long, value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
+    prompt: Option<u32>,
     /// Tokens decoded after the first
     #[arg(long, default_value_t = 32, value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
     decode: u32,
@@ -95,11 +103,25 @@ struct Document {
     llama_cpp_missing: Option<String>,
 }
 
+impl EngineBench {
+    fn model(&self) -> ModelRef {
+        let usual = if self.long { ModelRef::Embedded(Embedded::NeedleKimi) } else { ModelRef::SmolLm2 };
+        self.model.clone().unwrap_or(usual)
+    }
+
+    fn prompt(&self) -> u32 {
+        self.prompt.unwrap_or(if self.long { 32_768 } else { 512 })
+    }
+}
+
 pub(super) fn run(args: &EngineBench, runtime: &Runtime) -> Result<ExitCode, Failure> {
+    if args.long {
+        return long::run(args, runtime);
+    }
     if let Some(folder) = &args.llama_cpp {
         llama::check(folder)?;
     }
-    let located = runtime.block_on(model::locate(&args.model, Progress::Shown))?;
+    let located = runtime.block_on(model::locate(&args.model(), Progress::Shown))?;
     let (llama, missing) = match (&args.llama_cpp, &located) {
         (Some(folder), Located::At(file)) => {
             (Some(llama::Llama { folder: folder.clone(), file: file.clone() }), None)
@@ -123,7 +145,7 @@ pub(super) fn run(args: &EngineBench, runtime: &Runtime) -> Result<ExitCode, Fai
         let found = [
             Some(measure(args, &fast)?),
             Some(measure(args, &canonical)?),
-            llama.as_ref().map(|llama| llama.measure(args.prompt, args.decode)).transpose()?,
+            llama.as_ref().map(|llama| llama.measure(args.prompt(), args.decode)).transpose()?,
         ];
         for (all, rates) in all.iter_mut().zip(found) {
             all.extend(rates.filter(|_| round > 0));
@@ -157,8 +179,8 @@ pub(super) fn run(args: &EngineBench, runtime: &Runtime) -> Result<ExitCode, Fai
     let document = Document {
         version: 1,
         machine: Machine::here(),
-        model: args.model.to_string(),
-        prompt_tokens: args.prompt,
+        model: args.model().to_string(),
+        prompt_tokens: args.prompt(),
         decode_tokens: args.decode,
         rounds: args.rounds,
         rows,
@@ -174,7 +196,7 @@ fn start(args: &EngineBench, located: &Located, arith: Arith) -> Result<(Engine,
     let model = Model::from_checkpoint(&located.open()?, options)?;
     let vocab = u32::try_from(model.config().vocab).unwrap_or(u32::MAX);
     let config = EngineConfig {
-        pool_tokens: u64::from(args.prompt) + u64::from(args.decode) + 1,
+        pool_tokens: u64::from(args.prompt()) + u64::from(args.decode) + 1,
         // Every round has to compute the same prompt again.
         prefix_cache: false,
         ..EngineConfig::default()
@@ -222,10 +244,8 @@ fn measure_batch(args: &EngineBench, engine: &Engine, vocab: u32, requests: u32)
 }
 
 fn measure(args: &EngineBench, (engine, vocab): &(Engine, u32)) -> Result<Rates, Failure> {
-    let tokens = (0..args.prompt).map(|i| (i.wrapping_mul(7919) + 13) % vocab).collect();
-    let request = Request { ignore_eos: true, ..Request::greedy(tokens, args.decode + 1) };
     let begin = Spent::now();
-    let mut events = engine.generate(request)?;
+    let mut events = engine.generate(request(args.prompt(), *vocab, args.decode + 1))?;
     let (mut first, mut decoded) = (None, 0_u32);
     while let Some(event) = events.recv() {
         match event {
@@ -236,8 +256,17 @@ fn measure(args: &EngineBench, (engine, vocab): &(Engine, u32)) -> Result<Rates,
         }
     }
     let (prefill, after) = first.ok_or_else(|| Failure::new(Blame::Us, "the engine gave no token"))?;
-    let rate = |tokens: u32, seconds: f64| f64::from(tokens) / seconds.max(0.01);
-    Ok(Rates { prefill: rate(args.prompt, prefill), decode: rate(decoded, after.own()) })
+    Ok(Rates { prefill: rate(args.prompt(), prefill), decode: rate(decoded, after.own()) })
+}
+
+/// A prompt that does not repeat soon, and goes on whatever the model says.
+fn request(prompt: u32, vocab: u32, tokens: u32) -> Request {
+    let prompt = (0..prompt).map(|i| (i.wrapping_mul(7919) + 13) % vocab).collect();
+    Request { ignore_eos: true, ..Request::greedy(prompt, tokens) }
+}
+
+fn rate(tokens: u32, seconds: f64) -> f64 {
+    f64::from(tokens) / seconds.max(0.01)
 }
 
 fn show(document: &Document) {
