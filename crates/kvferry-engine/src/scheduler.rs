@@ -129,7 +129,7 @@ impl Scheduler {
         match self.forward.capture() {
             Ok(0) => {}
             Ok(rows) => {
-                tracing::info!(rows, bytes = self.forward.workspace(), "decode steps have captured shapes")
+                tracing::info!(rows, bytes = self.forward.workspace(), "decode steps have captured shapes");
             }
             Err(error) => tracing::error!(%error, "the shapes of decode steps were not captured"),
         }

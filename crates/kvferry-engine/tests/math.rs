@@ -223,7 +223,7 @@ impl Case {
         }
         let parts: Vec<(&[f32], &[f32])> = parts.iter().map(|(o, l)| (&o[..], &l[..])).collect();
         let (mut out, mut lse) = (vec![0.0; m * self.dv], vec![0.0; m]);
-        merge_lse(parts.iter().copied(), self.dv, &mut out, &mut lse);
+        merge_lse(&parts.iter().copied(), self.dv, &mut out, &mut lse);
         (out, bad)
     }
 
@@ -409,7 +409,7 @@ fn merging_follows_the_recorded_vectors() {
             outs.chunks_exact(rows * dim).zip(lses.chunks_exact(rows)).collect();
         assert_eq!(parts.len(), n);
         let (mut out, mut lse) = (vec![0.0; rows * dim], vec![0.0; rows]);
-        merge_lse(parts.iter().copied(), dim, &mut out, &mut lse);
+        merge_lse(&parts.iter().copied(), dim, &mut out, &mut lse);
         let mut seen = 0;
         for result in case["result"].as_array().unwrap() {
             let own = heads / n;
@@ -437,9 +437,9 @@ fn parts_without_weight_are_not_read() {
     let good = [1.0, 2.0];
     let (mut out, mut lse) = ([5.0; 2], [5.0]);
     for weightless in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
-        merge_lse([(&nan[..], &[weightless][..]), (&good, &[-200.0])].into_iter(), 2, &mut out, &mut lse);
+        merge_lse(&[(&nan[..], &[weightless][..]), (&good, &[-200.0])].into_iter(), 2, &mut out, &mut lse);
         assert_eq!((out, lse), (good, [-200.0]));
-        merge_lse([(&nan[..], &[weightless][..])].into_iter(), 2, &mut out, &mut lse);
+        merge_lse(&[(&nan[..], &[weightless][..])].into_iter(), 2, &mut out, &mut lse);
         assert_eq!((out, lse), ([0.0; 2], [f32::NEG_INFINITY]));
     }
 }

@@ -462,7 +462,7 @@ impl Rank<'_> {
             let out = account.zeroed(&mut whole.out, count * dim)?;
             let lse = account.zeroed(&mut whole.lse, count)?;
             let each = parts.iter().map(|part| (part.out.as_slice(), part.lse.as_slice()));
-            merge_lse(each, dim, out, lse);
+            merge_lse(&each, dim, out, lse);
             whole.bad.clear();
             parts.iter().for_each(|part| whole.bad.extend_from_slice(&part.bad));
             Ok(())

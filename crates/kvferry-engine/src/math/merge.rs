@@ -23,12 +23,12 @@ pub fn merge_max(into: &mut [f32], other: &[f32]) {
 /// use kvferry_engine::math::merge_lse;
 /// let (mut out, mut lse) = ([0.0], [0.0]);
 /// let parts = [(&[4.0f32][..], &[0.0f32][..]), (&[f32::NAN], &[f32::NEG_INFINITY]), (&[2.0], &[0.0])];
-/// merge_lse(parts.iter().copied(), 1, &mut out, &mut lse);
+/// merge_lse(&parts.iter().copied(), 1, &mut out, &mut lse);
 /// assert_eq!(out, [3.0]);
 /// assert!((lse[0] - 2f32.ln()).abs() < 1e-6);
 /// ```
 pub fn merge_lse<'p>(
-    parts: impl Iterator<Item = (&'p [f32], &'p [f32])> + Clone,
+    parts: &(impl Iterator<Item = (&'p [f32], &'p [f32])> + Clone),
     dv: usize,
     out: &mut [f32],
     lse: &mut [f32],
