@@ -15,25 +15,31 @@ use rustix::net::{
     sockopt::{set_tcp_congestion, set_tcp_nodelay, tcp_congestion},
 };
 
-use super::world::Case;
+use super::world::{Case, content};
 use crate::failure::Failure;
 
 /// Bytes of one call on a socket: more does not help.
 const CALL: u64 = 1 << 20;
 
-/// All rows of all pools, one after the other, `most` bytes in all, in pieces of at most `piece`.
-fn pieces(arenas: &[Arc<Arena>], most: Bytes, piece: u64) -> Vec<(usize, Span)> {
+/// The rows of all pools, one after the other, `most` bytes in all, in pieces of at most `piece`.
+fn pieces(arenas: &[Arc<Arena>], most: Bytes, piece: u64) -> Result<Vec<(usize, Span)>, Failure> {
     let (mut left, mut all) = (most.0, Vec::new());
     for (i, arena) in arenas.iter().enumerate() {
         let layout = arena.layout();
-        let mut at = layout.regions().first().map_or(0, |r| r.offset.0);
+        let mut at = content(arena);
         while at < layout.len().0 && left > 0 {
             let len = piece.min(layout.len().0 - at).min(left);
             all.push((i, Span { offset: Bytes(at), len: Bytes(len) }));
             (at, left) = (at + len, left - len);
         }
     }
-    all
+    if left > 0 {
+        return Err(Failure::new(
+            Blame::Us,
+            format_args!("a ceiling would move {left} bytes less than is moved"),
+        ));
+    }
+    Ok(all)
 }
 
 /// One loopback connection that carries nothing but the bytes, from the source's pools to the target's.
@@ -63,7 +69,7 @@ impl Loopback {
     }
 
     pub(super) fn run(&self, case: &Case) -> Result<Duration, Failure> {
-        let (from, to) = (pieces(&case.sources, case.bytes, CALL), pieces(&case.targets, case.bytes, CALL));
+        let (from, to) = (pieces(&case.sources, case.bytes, CALL)?, pieces(&case.targets, case.bytes, CALL)?);
         let started = Instant::now();
         thread::scope(|scope| {
             let sender =
@@ -94,8 +100,8 @@ fn each(
 
 /// The plain copy of all rows, end to end, through the cache.
 pub(super) fn memcpy(case: &Case) -> Result<Duration, Failure> {
-    let from = pieces(&case.sources, case.bytes, u64::MAX);
-    let to = pieces(&case.targets, case.bytes, u64::MAX);
+    let from = pieces(&case.sources, case.bytes, u64::MAX)?;
+    let to = pieces(&case.targets, case.bytes, u64::MAX)?;
     let started = Instant::now();
     let (mut sources, mut rest) = (from.into_iter(), None::<(usize, Span)>);
     for (target, mut span) in to {

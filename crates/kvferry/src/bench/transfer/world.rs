@@ -127,11 +127,15 @@ fn table(side: &Placement, tokens: u64) -> PageTable {
     PageTable((0..pages).map(|i| PageId((i * step % pages) as u32)).collect())
 }
 
+/// Where the rows of a pool begin. Regions are listed by layer, not by place.
+pub(super) fn content(arena: &Arena) -> u64 {
+    arena.layout().regions().iter().map(|region| region.offset.0).min().unwrap_or(0)
+}
+
 fn fill(arena: &Arena, seed: u64) -> Result<(), Failure> {
     let mut state = seed;
     let mut block = [0_u8; 4096];
-    let Some(first) = arena.layout().regions().first() else { return Ok(()) };
-    let (mut at, end) = (first.offset.0, arena.layout().len().0);
+    let (mut at, end) = (content(arena), arena.layout().len().0);
     while at < end {
         for word in block.as_chunks_mut::<8>().0 {
             state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
