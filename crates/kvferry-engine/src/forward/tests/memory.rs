@@ -50,8 +50,12 @@ fn memory_of_a_step_grows_at_most_linearly_with_the_context() {
     };
     for arith in [Arith::Fast, Arith::Canonical] {
         for (name, model) in [("MLA", needle(arith).unwrap()), ("GQA", llama(arith))] {
-            let long: &[usize] = if name == "MLA" { &[8192, 16_384, 32_768] } else { &[8192, 16_384] };
-            for (chunk, contexts) in [(512, &[4096, 8192, 16_384, 32_768][..]), (8192, long)] {
+            // The other model's attention is slower: it has four layers of small heads.
+            let long = match name {
+                "MLA" => (8192, &[8192, 16_384, 32_768][..]),
+                _ => (2048, &[4096, 8192, 16_384][..]),
+            };
+            for (chunk, contexts) in [(512, &[4096, 8192, 16_384, 32_768][..]), long] {
                 let bytes: Vec<usize> =
                     contexts.iter().map(|context| step(&model, *context, chunk)).collect();
                 let context = format!("{name}, {arith:?}, steps of {chunk} at {contexts:?}: {bytes:?} bytes");
