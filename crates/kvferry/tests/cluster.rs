@@ -243,7 +243,7 @@ fn a_prompt_that_begins_like_an_earlier_one_is_neither_computed_nor_moved_twice(
 
 /// The next turn of a conversation, whose rows decode has from the hand-off and from its own steps.
 #[test]
-fn a_later_turn_moves_only_what_decode_lacks() {
+fn a_later_turn_goes_on_from_rows_that_decode_wrote() {
     let layouts = [["--layout", "tp=2,page=24"], ["--layout", "tp=4,dcp=4,page=4"]];
     let base = ["--kv-dtype", "bf16", "--transport"];
     for (model, more) in [

@@ -276,7 +276,7 @@ impl Rank<'_> {
         Placed { group, own, rows: block.rows.clone() }
     }
 
-    /// Reads the rows of a span, unless they are there; returns how many.
+    /// Reads the rows of a span, unless they are there.
     fn read(
         &self,
         (layer, part): (LayerId, Part),

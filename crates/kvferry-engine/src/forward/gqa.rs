@@ -1,9 +1,9 @@
 //! Grouped-query attention: keys and values are cached per KV head.
 
-use kvferry_plan::{LayerId, Part};
+use kvferry_plan::{LayerId, PageTable, Part};
 
 use super::{
-    rank::{Rank, add_bias, by_head},
+    rank::{OwnRow, Rank, add_bias, by_head},
     space::Space,
 };
 use crate::{
@@ -85,7 +85,7 @@ impl Rank<'_> {
     }
 
     /// The pages of an own row's request.
-    pub(super) fn table(&self, row: &super::rank::OwnRow) -> Result<&kvferry_plan::PageTable, EngineError> {
+    pub(super) fn table(&self, row: &OwnRow) -> Result<&PageTable, EngineError> {
         let span = self.batch.spans().get(row.span);
         span.map(|span| &span.table).ok_or_else(|| EngineError::Pool("a row of no request".into()))
     }
