@@ -1,5 +1,5 @@
-//! The matrix of layouts in docs/plan.md is what the planner says: each cell is planned for every pair of ranks and its
-//! bytes are counted. `KVFERRY_BLESS=1` writes the page anew.
+//! The matrix of layouts in docs/plan.md, and the part of it in README.md, are what the planner says: each cell is planned
+//! for every pair of ranks and its bytes are counted. `KVFERRY_BLESS=1` writes both anew.
 
 #![allow(clippy::expect_used, clippy::panic, clippy::unwrap_used)]
 
@@ -123,64 +123,74 @@ fn run() -> Vec<[u32; 7]> {
     lines.map(|line| axes(&spec(line))).collect()
 }
 
-fn matrix() -> String {
+fn table(model: Model, prefill: &[&str], decode: &[&str]) -> String {
     let mut text = String::new();
     let run = run();
-    for (model, title) in [
-        (Model::Mla, "MLA: latent rows"),
-        (Model::Gqa, "GQA: 8 key/value heads"),
-        (Model::Hybrid, "Hybrid: MLA layers and KDA layers with per-request state"),
-    ] {
-        let _ = writeln!(
-            text,
-            "### {title}\n\n| prefill ↓ decode → | {} | run |",
-            DECODE.map(|d| format!("`{d}`")).join(" | ")
-        );
-        let _ = writeln!(text, "|---|{}", ":-:|".repeat(DECODE.len() + 1));
-        for prefill in PREFILL {
-            let _ = write!(text, "| `{prefill}` |");
-            let (mut served_pairs, mut run_pairs) = (0, 0);
-            for decode in DECODE {
-                let (src, dst): (LayoutSpec, LayoutSpec) =
-                    (prefill.parse().unwrap(), decode.parse().unwrap());
-                let served = serve(&model.shape(), &src, &dst);
-                served_pairs += u32::from(served.is_ok());
-                let both = [&src, &dst].iter().all(|spec| run.contains(&axes(spec)));
-                run_pairs += u32::from(served.is_ok() && both);
-                let cell = match (served, upstream(model, &src, &dst)) {
-                    (Ok(()), true) => "●",
-                    (Ok(()), false) => "○",
-                    (Err(axis), upstream) => {
-                        assert!(!upstream, "{prefill} to {decode}: upstream serves it, we refuse: {axis}");
-                        &axis.clone()
-                    }
-                };
-                let _ = write!(text, " {cell} |");
-            }
-            let _ = match served_pairs {
-                0 => writeln!(text, " - |"),
-                _ => writeln!(text, " {run_pairs} of {served_pairs} |"),
+    let names: Vec<_> = decode.iter().map(|d| format!("`{d}`")).collect();
+    let _ = writeln!(text, "| prefill ↓ decode → | {} | run |", names.join(" | "));
+    let _ = writeln!(text, "|---|{}", ":-:|".repeat(decode.len() + 1));
+    for prefill in prefill {
+        let _ = write!(text, "| `{prefill}` |");
+        let (mut served_pairs, mut run_pairs) = (0, 0);
+        for decode in decode {
+            let (src, dst): (LayoutSpec, LayoutSpec) = (prefill.parse().unwrap(), decode.parse().unwrap());
+            let served = serve(&model.shape(), &src, &dst);
+            served_pairs += u32::from(served.is_ok());
+            let both = [&src, &dst].iter().all(|spec| run.contains(&axes(spec)));
+            run_pairs += u32::from(served.is_ok() && both);
+            let cell = match (served, upstream(model, &src, &dst)) {
+                (Ok(()), true) => "●",
+                (Ok(()), false) => "○",
+                (Err(axis), upstream) => {
+                    assert!(!upstream, "{prefill} to {decode}: upstream serves it, we refuse: {axis}");
+                    &axis.clone()
+                }
             };
+            let _ = write!(text, " {cell} |");
         }
-        text.push('\n');
+        let _ = match served_pairs {
+            0 => writeln!(text, " - |"),
+            _ => writeln!(text, " {run_pairs} of {served_pairs} |"),
+        };
     }
     text
 }
 
-#[test]
-fn the_page_shows_what_the_planner_serves() {
-    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/plan.md");
-    let page = std::fs::read_to_string(&path).unwrap();
+fn matrix() -> String {
+    let titles = [
+        (Model::Mla, "MLA: latent rows"),
+        (Model::Gqa, "GQA: 8 key/value heads"),
+        (Model::Hybrid, "Hybrid: MLA layers and KDA layers with per-request state"),
+    ];
+    let tables = titles.map(|(model, title)| format!("### {title}\n\n{}\n", table(model, &PREFILL, &DECODE)));
+    tables.concat()
+}
+
+/// The text between the marks of a page is this one.
+fn assert_shows(page: &str, expected: &str) {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..").join(page);
+    let text = std::fs::read_to_string(&path).unwrap();
     let (begin, end) = ("<!-- matrix: begin -->\n", "<!-- matrix: end -->");
-    let (before, rest) = page.split_once(begin).expect("the page has a matrix");
+    let (before, rest) = text.split_once(begin).expect("the page has a matrix");
     let (shown, after) = rest.split_once(end).expect("the matrix ends");
-    let matrix = matrix();
     if std::env::var_os("KVFERRY_BLESS").is_some() {
-        std::fs::write(&path, format!("{before}{begin}{matrix}{end}{after}")).unwrap();
+        std::fs::write(&path, format!("{before}{begin}{expected}{end}{after}")).unwrap();
         return;
     }
     assert!(
-        shown == matrix,
-        "docs/plan.md is stale; run: KVFERRY_BLESS=1 cargo test -p kvferry-plan --test matrix"
+        shown == expected,
+        "{page} is stale; run: KVFERRY_BLESS=1 cargo test -p kvferry-plan --test matrix"
     );
+}
+
+#[test]
+fn the_page_shows_what_the_planner_serves() {
+    assert_shows("docs/plan.md", &matrix());
+}
+
+#[test]
+fn the_readme_shows_a_part_of_it() {
+    let prefill = ["tp=1", "tp=3", "tp=4", "tp=2,pp=2", "tp=2,dcp=2", "tp=4,dcp=4"];
+    let decode = ["tp=1", "tp=3", "tp=4", "pp=2", "tp=2,dcp=2", "tp=4,dcp=4", "tp=4,dcp=4,interleave=4"];
+    assert_shows("README.md", &table(Model::Hybrid, &prefill, &decode));
 }

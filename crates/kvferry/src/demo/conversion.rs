@@ -127,11 +127,11 @@ impl Conversion {
     /// What it did to rows, in words.
     pub(super) fn loss(&self) -> String {
         if self.exact && !self.lossy() {
-            return format!("exact ({} rows)", self.rows);
+            return "exact".into();
         }
         let percent = |error: f64| format!("{:.2} %", error * 100.0);
         let (mean, largest) = (percent(self.mean_row_error), percent(self.largest_row_error));
-        format!("error of {} rows: mean {mean}, largest {largest}", self.rows)
+        format!("row error {mean} mean, {largest} largest")
     }
 
     /// Whether something was lost that cannot be.

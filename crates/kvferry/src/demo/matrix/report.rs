@@ -82,7 +82,7 @@ impl Converted {
             _ => "NOT equal".into(),
         };
         let look = if self.equal() { Look::Good } else { Look::Bad };
-        terminal::paragraph(format_args!("{}  {}", self.name(), styled(look, text)), 2);
+        terminal::line(format_args!("{:<31}{}", self.name(), styled(look, text)));
     }
 }
 
