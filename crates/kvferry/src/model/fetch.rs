@@ -1,6 +1,7 @@
 //! Bytes from somewhere into a file: hashed and counted on the way, renamed only when they are right.
 
 use std::{
+    fmt,
     fs::{File, Permissions},
     io::{Read, Write},
     os::unix::fs::PermissionsExt,
@@ -8,7 +9,7 @@ use std::{
     time::Duration,
 };
 
-use indicatif::{ProgressBar, ProgressStyle};
+use indicatif::{ProgressBar, ProgressState, ProgressStyle};
 use sha2::{Digest, Sha256};
 
 /// Longest silence of a server.
@@ -40,7 +41,7 @@ impl Progress {
 
     /// A bar of `total` things of one kind.
     pub(crate) fn things(self, what: &str, total: u64) -> ProgressBar {
-        self.bar(Some(total), "{msg}  {bar:32.cyan/dim}  {pos} of {len}  {eta}", what)
+        self.bar(Some(total), "{msg}  {bar:32.cyan/dim}  {pos} of {len}  {left}", what)
     }
 
     fn bar(self, total: Option<u64>, style: &str, what: &str) -> ProgressBar {
@@ -51,9 +52,21 @@ impl Progress {
         };
         // The templates are constants; a wrong one would only cost the style.
         if let Ok(style) = ProgressStyle::with_template(style) {
-            bar.set_style(style.progress_chars("━╸─"));
+            let left = |state: &ProgressState, out: &mut dyn fmt::Write| {
+                // A bar that cannot be drawn is no error.
+                let _ = out.write_str(&left(state.fraction(), state.elapsed()));
+            };
+            bar.set_style(style.progress_chars("━╸─").with_key("left", left));
         }
         bar.with_message(what.to_owned())
+    }
+}
+
+/// How long the rest will take if it goes on as before; nothing while too little is done to tell.
+fn left(done: f32, elapsed: Duration) -> String {
+    match f64::from(done) {
+        done if done < 0.05 => String::new(),
+        done => format!("about {:.0} s left", elapsed.as_secs_f64() * (1.0 - done) / done),
     }
 }
 
@@ -203,6 +216,14 @@ mod tests {
 
     const ABC: Pinned =
         Pinned { sha256: "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad", bytes: 3 };
+
+    #[test]
+    fn what_is_left_is_told_once_it_can_be_known() {
+        let ten = Duration::from_secs(10);
+        assert_eq!(left(0.01, ten), "");
+        assert_eq!(left(0.25, ten), "about 30 s left");
+        assert_eq!(left(1.0, ten), "about 0 s left");
+    }
 
     fn incoming(folder: &Path, bytes: &[u8]) -> Incoming {
         let mut incoming = Incoming::new(folder, None, ProgressBar::hidden()).unwrap();

@@ -18,8 +18,14 @@ use crate::{
 };
 
 /// Columns of a case's name, and of the sizes of its prompts.
-const NAME: usize = 28;
-const TOKENS: usize = 24;
+const NAME: usize = 24;
+const TOKENS: usize = 19;
+
+/// The words of the verdicts.
+const WORDS: &str = "equal: to one process, bit by bit; within 1e-4: its answers, in fast arithmetic; computed by prefill: \
+                     the rest is there from earlier prompts; misfits: decodes with another element type, model or context \
+                     parallel size, which have to be refused; padding: rows that fill up a step of fixed shape; caught: a fault \
+                     was committed on purpose, and the comparison found it";
 
 /// One case.
 #[derive(Debug, Serialize)]
@@ -91,26 +97,28 @@ impl CaseReport {
         }
     }
 
-    fn verdict(&self) -> String {
+    fn verdict(&self, section: &SectionReport) -> String {
+        let SectionReport { kv, arith, .. } = section;
+        let equal = if *arith == name_of(&ArithArg::Fast) { "within 1e-4" } else { "equal" };
         let slowest = self.refused.iter().map(|refused| refused.seconds).reduce(f64::max);
         match (&self.injected, self.good, slowest) {
             (None, true, Some(slowest)) => {
-                format!("equal; {} refused in {:.0} ms", self.refused.len(), slowest * 1e3)
+                format!("{equal}; {} refused in {:.0} ms", self.refused.len(), slowest * 1e3)
             }
-            (None, true, None) => "equal".into(),
+            (None, true, None) => equal.into(),
             (None, false, _) => "DIFFERENT".into(),
-            (Some(_), true, _) => "caught".into(),
-            (Some(_), false, _) => "NOT CAUGHT".into(),
+            (Some(_), true, _) => format!("caught in {kv}, {arith}"),
+            (Some(_), false, _) => format!("NOT CAUGHT in {kv}, {arith}"),
         }
     }
 
-    fn print(&self) {
+    fn print(&self, section: &SectionReport) {
         let tokens: Vec<_> = self.prompt_tokens.iter().map(ToString::to_string).collect();
         let look = if self.good { Look::Good } else { Look::Bad };
-        let verdict = styled(look, self.verdict());
+        let verdict = styled(look, self.verdict(section));
         let computed = match self.prompt_tokens_cached {
             0 => String::new(),
-            _ => format!(", {} computed", self.prompt_tokens_computed),
+            _ => format!(", {} computed by prefill", self.prompt_tokens_computed),
         };
         terminal::line(format_args!("  {:NAME$}{:TOKENS$}{verdict}{computed}", self.name, tokens.join(" ")));
         let shown = if self.good { 0 } else { 3 };
@@ -132,6 +140,26 @@ struct SectionReport {
     /// What its first instance has run.
     compute: Compute,
     cases: Vec<CaseReport>,
+}
+
+impl SectionReport {
+    /// Whether faults are committed in it.
+    fn has_faults(&self) -> bool {
+        self.cases.iter().any(|case| case.injected.is_some())
+    }
+
+    /// What its cases have in common.
+    fn heading(&self) -> String {
+        let Self { model, kv, arith, chunk, decode_batch, compute, .. } = self;
+        if self.has_faults() {
+            return format!("{model}  faults committed on purpose, chunk {chunk}, decode {decode_batch}");
+        }
+        let padding = match compute.rows_padding {
+            0 => String::new(),
+            rows => format!(" ({rows} rows of padding)"),
+        };
+        format!("{model}  {kv}, {arith}, chunk {chunk}, decode {decode_batch}{padding}")
+    }
 }
 
 /// The whole suite.
@@ -194,6 +222,7 @@ impl Suite {
     pub(super) fn title(&self) {
         let Self { prefill, decode, transport, .. } = self;
         terminal::paragraph(format!("Kimi Linear, {prefill} → {decode}, over {transport}"), 0);
+        terminal::paragraph(styled(Look::Dim, WORDS), 0);
         terminal::line(styled(
             Look::Dim,
             format_args!("  {:NAME$}{:TOKENS$}verdict", "case", "prompt tokens"),
@@ -202,20 +231,13 @@ impl Suite {
 
     /// The section that ended last.
     pub(super) fn print_last(&self) {
-        let Some(SectionReport { model, kv, arith, chunk, decode_batch, compute, cases }) =
-            self.sections.last()
-        else {
-            return;
-        };
-        let padding = match compute.rows_padding {
-            0 => String::new(),
-            rows => format!(" ({rows} rows of padding)"),
-        };
-        terminal::line(styled(
-            Look::Strong,
-            format_args!("{model}  {kv}, {arith}, chunk {chunk}, decode {decode_batch}{padding}"),
-        ));
-        cases.iter().for_each(CaseReport::print);
+        let mut from_last = self.sections.iter().rev();
+        let Some(section) = from_last.next() else { return };
+        // The faults have a section each, under one heading.
+        if !section.has_faults() || !from_last.next().is_some_and(SectionReport::has_faults) {
+            terminal::line(styled(Look::Strong, section.heading()));
+        }
+        section.cases.iter().for_each(|case| case.print(section));
     }
 
     /// The last line.

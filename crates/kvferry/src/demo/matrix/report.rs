@@ -15,6 +15,8 @@ use crate::{
 
 /// Findings that are shown; the rest is counted.
 const SHOWN: usize = 10;
+/// Columns of the name of a kind of cache, or of a conversion.
+const NAME: usize = 31;
 
 /// One pair of layouts.
 #[derive(Debug, Serialize)]
@@ -45,6 +47,10 @@ impl Sheet {
     pub(super) fn push(&mut self, cell: Cell, state: Option<CacheReport>) {
         self.cells.push(cell);
         self.state = CacheReport::sum([self.state, state]);
+    }
+
+    fn name(&self) -> String {
+        format!("{} {} {}", self.model, self.attention, self.kv)
     }
 
     fn equal(&self) -> usize {
@@ -82,7 +88,7 @@ impl Converted {
             _ => "NOT equal".into(),
         };
         let look = if self.equal() { Look::Good } else { Look::Bad };
-        terminal::line(format_args!("{:<31}{}", self.name(), styled(look, text)));
+        terminal::line(format_args!("{:<NAME$}{}", self.name(), styled(look, text)));
     }
 }
 
@@ -164,29 +170,25 @@ impl Matrix {
         let wide = self.layouts.iter().map(|name| name.len()).max().unwrap_or(0);
         terminal::line("");
         let digits = |of: fn(usize) -> String| (1..=self.layouts.len()).map(of).collect::<String>();
-        let tens = digits(|n| if n < 10 { " ".into() } else { (n / 10).to_string() });
-        for (name, digits) in
-            [("", tens), ("prefill, and decode by number", digits(|n| (n % 10).to_string()))]
-        {
-            terminal::line(styled(Look::Dim, format_args!("    {name:wide$}  {digits}")));
+        let head =
+            |name, digits| terminal::line(styled(Look::Dim, format_args!("    {name:wide$}  {digits}")));
+        if self.layouts.len() >= 10 {
+            head("", digits(|n| if n < 10 { " ".into() } else { (n / 10).to_string() }));
         }
+        head("prefill, and decode by number", digits(|n| (n % 10).to_string()));
         for (from, layout) in self.layouts.iter().enumerate() {
             let marks: String = (0..self.layouts.len()).map(|to| self.mark(from, to)).collect();
             terminal::line(format_args!("{:>2}  {layout:wide$}  {marks}", from + 1));
         }
+        terminal::line(styled(Look::Dim, "    = bit-equal in every kind of cache, x not in all"));
         terminal::line("");
         for sheet in &self.sheets {
             let (equal, all) = (sheet.equal(), sheet.cells.len());
             let look = if equal == all { Look::Good } else { Look::Bad };
             let state = sheet.state.filter(|state| state.equal).map(|state| bytes(state.bytes));
             let state = state.map(|bytes| format!(", {bytes} of state equal")).unwrap_or_default();
-            terminal::line(format_args!(
-                "{} {} {:<4}  {}",
-                sheet.model,
-                sheet.attention,
-                sheet.kv,
-                styled(look, format_args!("{equal} of {all} equal{state}"))
-            ));
+            let equal = styled(look, format_args!("{equal} of {all} equal{state}"));
+            terminal::line(format_args!("{:<NAME$}{equal}", sheet.name()));
         }
         terminal::line("");
         self.conversions.iter().for_each(Converted::print);
@@ -225,9 +227,8 @@ impl Matrix {
         let cells = self.sheets.iter().flat_map(|sheet| {
             sheet.cells.iter().map(move |cell| {
                 let layout = |number: usize| self.layouts.get(number).copied().unwrap_or_default();
-                let Sheet { model, attention, kv, .. } = sheet;
                 let pair = (layout(cell.prefill), layout(cell.decode));
-                (format!("{model} {attention} {kv}"), pair, &cell.findings)
+                (sheet.name(), pair, &cell.findings)
             })
         });
         let converted = self
