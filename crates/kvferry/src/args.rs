@@ -10,6 +10,7 @@ use kvferry_plan::{Dtype, LayoutSpec};
 use kvferry_registry::check_instance;
 use kvferry_server::InstanceConfig;
 use kvferry_transport::{Inject, TransportKind};
+use serde::Serialize;
 
 use crate::{
     bench::BenchCommand, doctor::DoctorArgs, failure::Failure, model::ModelRef, plan::PlanArgs, settings,
@@ -51,7 +52,7 @@ pub(crate) enum Command {
     /// two, runs the same prompt in one process, and compares tokens, log-probabilities and all prompt KV bytes.
     /// With --suite it does so for many pairs of layouts.
     /// Exit status: 0 when proven equal, 1 when not (the finding is named), 2 when the command cannot be run as
-    /// given.
+    /// given, or the fault that --inject names cannot be committed in it.
     Demo(Box<DemoArgs>),
     /// Measure parts of the system on this machine
     #[command(subcommand)]
@@ -328,12 +329,31 @@ fn pool(command: clap::Command) -> clap::Command {
 impl DemoArgs {
     /// The element types of the two sides' caches.
     pub(crate) fn dtypes(&self) -> (Dtype, Dtype) {
-        let kv = |side: &LayoutSpec| side.kv.unwrap_or(self.engine.kv_dtype);
-        (kv(&self.prefill), kv(&self.decode))
+        (self.engine.kv(&self.prefill), self.engine.kv(&self.decode))
     }
 }
 
 impl EngineArgs {
+    /// The element type of the cache with `layout`.
+    fn kv(&self, layout: &LayoutSpec) -> Dtype {
+        layout.kv.unwrap_or(self.kv_dtype)
+    }
+
+    /// Refuses two sides of which every instance of one would refuse every instance of the other when they pair.
+    pub(crate) fn same_cache(&self, prefill: &[LayoutSpec], decode: &[LayoutSpec]) -> Result<(), Failure> {
+        let pair = |from, to| self.kv(from) == self.kv(to);
+        if self.convert_kv || prefill.iter().any(|from| decode.iter().any(|to| pair(from, to))) {
+            return Ok(());
+        }
+        let types =
+            |side: &[LayoutSpec]| side.iter().map(|layout| self.kv(layout).to_string()).collect::<Vec<_>>();
+        let [prefill, decode] = [prefill, decode].map(|side| types(side).join(" and "));
+        Err(Failure::caller(format!(
+            "--prefill caches {prefill} and --decode {decode}, and a cache is moved as it is: give --convert-kv to convert \
+             it on the way, or both sides the same kv"
+        )))
+    }
+
     /// How the model is prepared.
     pub(crate) fn load_options(&self) -> LoadOptions {
         LoadOptions {
@@ -445,7 +465,8 @@ choice!(DecodeBatchArg => DecodeBatch { Fixed => Self::Fixed, Eager => Self::Eag
 choice!(TransportArg => TransportKind { Tcp => Self::Tcp, Shm => Self::Shm });
 
 /// Faults that can be committed.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, ValueEnum)]
+#[serde(rename_all = "kebab-case")]
 pub(crate) enum InjectArg {
     /// One row is not written
     DropRow,
@@ -485,6 +506,14 @@ impl InjectArg {
             Self::BlindMerge => Some(Fault::BlindMerge),
             Self::DropRope => Some(Fault::DropRope),
             _ => None,
+        }
+    }
+
+    /// Where it is committed, in words.
+    pub(crate) fn place(self) -> &'static str {
+        match self.in_transfer() {
+            Some(_) => "as bytes land at decode",
+            None => "in decode's arithmetic",
         }
     }
 }

@@ -45,7 +45,8 @@ fn latent_rows_state_and_experts_are_bit_equal() {
                 .concat(),
         );
         let report = assert_proven(&run);
-        assert_eq!(report["bit_equal"], true, "{model} {layouts:?} {report:#}");
+        let form = if model == "kimi_linear_tiny" { "hybrid" } else { "mla" };
+        assert_eq!((&report["bit_equal"], &report["attention"]), (&true.into(), &form.into()), "{report:#}");
         assert_eq!(
             (&report["decode_prompt_tokens_computed"], &report["max_abs_logprob_diff"]),
             (&0.into(), &0.0.into())
@@ -275,19 +276,51 @@ fn one_row_at_the_wrong_rank_is_found_with_and_without_digests() {
     }
 }
 
+/// Every kind of fault where it can change nothing: the command has to be changed, and is told how.
 #[test]
 fn a_fault_that_changes_nothing_is_not_called_proven() {
-    // From one rank to one rank there are no two ranks to exchange.
-    for transport in ["tcp", "shm"] {
-        let more = ["--prefill", "tp=1", "--decode", "tp=1", "--inject", "swap-rank", "--max-tokens", "2"];
-        let run = demo(&[&more, &["--transport", transport]]);
-        assert_eq!(run.code, Some(1), "{}", run.all());
+    let single = ["--prefill", "tp=1", "--decode", "tp=1"];
+    for (fault, layout, needs) in [
+        ("swap-rank", &single[..], "more ranks on one side"),
+        ("swap-state", &[], "embedded:needle_kimi"),
+        ("misroute-row", &[], "tp=2,dcp=2"),
+        ("blind-merge", &[], "dcp=2"),
+        ("blind-merge", &[&MLA_DCP4[..], &["--max-tokens", "1"]].concat(), "more than one --max-tokens"),
+        ("drop-rope", &[], "--attention mla"),
+    ] {
+        let more = ["--inject", fault, "--max-tokens", "2"];
+        let more = if layout.contains(&"--max-tokens") { &more[..2] } else { &more[..] };
+        let run = demo(&[layout, more]);
+        assert_eq!(run.code, Some(2), "{fault} {}", run.all());
         let report = run.json();
         assert_eq!((&report["proven"], &report["bit_equal"]), (&false.into(), &true.into()), "{report:#}");
+        assert_eq!(
+            (&report["injected"], &report["findings"][1]),
+            (&fault.into(), &Value::Null),
+            "{report:#}"
+        );
         let finding = &report["findings"][0];
-        assert_eq!(finding["kind"], "fault_not_committed", "{report:#}");
+        assert_eq!((&finding["kind"], &finding["blame"]), (&"fault_not_committed".into(), &"caller".into()));
         let text = finding["text"].as_str().unwrap();
-        assert!(text.starts_with("the fault could not be committed: swap-rank: "), "{text}");
+        let begins = format!("the fault could not be committed: {fault}: ");
+        assert!(text.starts_with(&begins) && text.contains(needs), "{text}");
+    }
+    let run =
+        kvferry(&["demo", "--model", "embedded:llama_tiny", "--max-tokens", "2", "--inject", "drop-rope"]);
+    assert_eq!(run.code, Some(2), "{}", run.all());
+    assert!(run.stdout.ends_with("nothing was tested: no fault was committed\n"), "{}", run.stdout);
+    assert!(
+        ["proven", "as it should be", "injected"].iter().all(|no| !run.stdout.contains(no)),
+        "{}",
+        run.stdout
+    );
+}
+
+#[test]
+fn faults_of_arithmetic_are_found_in_answers_alone() {
+    for fault in ["blind-merge", "drop-rope"] {
+        let (kind, text) = finding(fault, &MLA_DCP4, &["--max-tokens", "4", "--ignore-eos"]);
+        assert!(["tokens", "logprobs"].contains(&kind.as_str()), "{fault}: {text}");
     }
 }
 
@@ -357,6 +390,8 @@ fn without_a_model_the_built_in_checkpoint_is_used_and_the_first_line_says_so() 
     assert_eq!(run.code, Some(0), "{}", run.all());
     let first = run.stdout.lines().next().unwrap();
     assert!(first.contains("needle_kimi") && first.contains("no SmolLM2"), "{first}");
+    // What it is, not what would be done to another model.
+    assert!(run.stdout.contains("model  needle_kimi  hybrid, canonical, f32 cache\n"), "{}", run.stdout);
     // A model that was named is never replaced.
     let run = finish(
         command(&["demo", "--model", "smollm2"])

@@ -115,6 +115,14 @@ fn instances_of_two_element_types_serve_when_prefill_converts() {
     assert_eq!(up.end("INT").0, Some(0));
 }
 
+/// Nothing is started, and no model read, for layouts of which no two could serve together.
+#[test]
+fn sides_of_two_element_types_are_refused_before_anything_starts() {
+    let run = kvferry(&["up", "--model", "embedded:llama_tiny", "--port", "0", "--prefill", "tp=2,kv=bf16"]);
+    assert_eq!((run.code, run.stdout.as_str()), (Some(2), ""), "{}", run.all());
+    assert!(run.stderr.contains("error (caller): ") && run.stderr.contains("--convert-kv"), "{}", run.all());
+}
+
 #[test]
 fn an_instance_that_dies_is_started_again() {
     let up = Up::start(&["--model", "embedded:llama_tiny"]);

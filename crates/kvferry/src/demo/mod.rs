@@ -12,13 +12,17 @@ mod report;
 mod show;
 mod table;
 
-use std::{process::ExitCode, sync::Arc};
+use std::{process::ExitCode, slice, sync::Arc};
 
-use kvferry_engine::{Model, checkpoint::Checkpoint, math::Arith};
+use kvferry_engine::{
+    Model,
+    checkpoint::{Checkpoint, ModelConfig},
+    math::Arith,
+};
 use kvferry_plan::Dtype;
 
 use crate::{
-    args::{DemoArgs, SuiteArg},
+    args::{AttentionArg, DemoArgs, SuiteArg},
     failure::Failure,
     model::{self, Located, Progress},
     serve::blocking,
@@ -37,7 +41,7 @@ pub(crate) async fn run(mut args: DemoArgs) -> Result<ExitCode, Failure> {
         Some(SuiteArg::KimiDcp) => return kimi::run(args).await,
         None => {}
     }
-    same_cache(&args)?;
+    args.engine.same_cache(slice::from_ref(&args.prefill), slice::from_ref(&args.decode))?;
     let progress = if args.json { Progress::Quiet } else { Progress::Shown };
     let located = model::or_embedded(args.model.as_ref(), progress).await?;
     let checkpoint = blocking({
@@ -52,7 +56,8 @@ pub(crate) async fn run(mut args: DemoArgs) -> Result<ExitCode, Failure> {
 
     // Three processes read the model at the same time; nothing is timed before all of them are ready.
     let show = Show::new(progress, tokenizer);
-    show.title(&named(&located, checkpoint.name()), &args);
+    let attention = form(checkpoint.config(), args.engine.attention);
+    show.title(&named(&located, checkpoint.name()), attention, &args);
     let starting = progress.spinner("starting the processes; each loads the model");
     let load = blocking(move || Ok(Model::from_checkpoint(&checkpoint, options)?));
     let (cluster, model) = tokio::try_join!(Cluster::start(&args, &located), load)?;
@@ -89,18 +94,31 @@ pub(crate) async fn run(mut args: DemoArgs) -> Result<ExitCode, Failure> {
         reports.push(PromptReport::new(prompt, outcome));
     }
     let model = ModelInfo { name: model.name().to_owned(), sha256: model.sha256().to_owned() };
-    let report = Report::new(model, &args, plan.reference(), reports);
+    let report = Report::new(model, attention, &args, plan.reference(), reports);
     if args.json {
         terminal::line(serde_json::to_string(&report).map_err(|e| Failure::new(kvferry_plan::Blame::Us, e))?);
     } else {
         table::print(&report);
     }
-    Ok(if report.proven { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+    Ok(match report.proven {
+        true => ExitCode::SUCCESS,
+        false if report.missed() => ExitCode::from(2),
+        false => ExitCode::FAILURE,
+    })
 }
 
 /// The name that a command line and an API know the model by, and that of its file where it is another.
 fn named(located: &Located, file: &str) -> String {
     located.served_name().map_or_else(|| file.to_owned(), |name| format!("{name} ({file})"))
+}
+
+/// The form of attention that a model runs in: one that has latent rows or state, in its own.
+fn form(config: &ModelConfig, asked: AttentionArg) -> &'static str {
+    match (&config.kda, &config.mla, asked) {
+        (Some(_), ..) => "hybrid",
+        (None, Some(_), _) | (None, None, AttentionArg::Mla) => "mla",
+        (None, None, AttentionArg::Gqa) => "gqa",
+    }
 }
 
 fn reference_runs(
@@ -137,18 +155,6 @@ fn tolerance(args: &DemoArgs) -> report::Claim {
         (_, Dtype::F32, Dtype::F32) => report::Claim::Close,
         _ => report::Claim::CloseFromSamePrefill,
     }
-}
-
-/// Refuses two sides that would refuse each other when they pair.
-fn same_cache(args: &DemoArgs) -> Result<(), Failure> {
-    let (prefill, decode) = args.dtypes();
-    if prefill == decode || args.engine.convert_kv {
-        return Ok(());
-    }
-    Err(Failure::caller(format!(
-        "--prefill caches {prefill} and --decode {decode}, and a cache is moved as it is: give --convert-kv to convert it \
-         on the way, or both layouts the same kv"
-    )))
 }
 
 /// Tokens of each pool: enough for the longest sequence, because sequences come one after the other, and never more.

@@ -18,7 +18,10 @@ use super::{
     report::Claim,
     tolerance,
 };
-use crate::{args::DemoArgs, failure::Failure};
+use crate::{
+    args::{DemoArgs, InjectArg},
+    failure::Failure,
+};
 
 const KEY: RoomKey = RoomKey { room: RoomId(1), attempt: Attempt(0) };
 
@@ -46,6 +49,8 @@ pub(super) struct Plan {
     decode: Option<EngineConfig>,
     /// What becomes of rows in between.
     pub(super) cast: Option<Cast>,
+    /// A fault of decode's arithmetic that was asked for, which answers have to show.
+    pub(super) fault: Option<InjectArg>,
     /// Whether to answer in the source's element type too, to see what the conversion costs.
     also_unconverted: bool,
 }
@@ -77,6 +82,7 @@ impl Plan {
             whole: config(&whole),
             decode: decode.as_ref().map(config),
             cast,
+            fault: args.engine.inject.filter(|fault| fault.in_arithmetic().is_some()),
             also_unconverted: args.suite.is_none() && cast.is_some_and(|cast| !cast.exact()),
         }
     }

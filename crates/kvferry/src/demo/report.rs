@@ -29,6 +29,9 @@ pub(super) enum Claim {
     CloseFromSamePrefill,
 }
 
+/// The kind of [`Finding::missed`].
+const NOT_COMMITTED: &str = "fault_not_committed";
+
 /// Something that is not as claimed.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub(super) struct Finding {
@@ -51,7 +54,7 @@ impl Finding {
         Self { kind: "hand_off", blame: Some(problem.blame), text: problem.to_string() }
     }
 
-    /// A fault was asked for that nothing was changed by.
+    /// A fault was asked for that nothing was changed by: what it needs.
     fn missed(fault: InjectArg) -> Self {
         let why = match fault {
             InjectArg::SwapRank => {
@@ -62,10 +65,23 @@ impl Finding {
                 "decode has one rank, or its ranks hold the same rows; use more ranks that share rows out, such as \
                  tp=2,dcp=2, or a longer prompt"
             }
-            _ => "no byte that landed would have been changed by it",
+            InjectArg::SwapState => {
+                "the model has no state per request, or it goes from one rank to one rank; use a hybrid model, such as \
+                 embedded:needle_kimi, and more ranks on one side"
+            }
+            InjectArg::BlindMerge => {
+                "no answer has changed; use a --decode with dcp=2 or more, a prompt that gives several of its ranks rows, \
+                 and more than one --max-tokens"
+            }
+            InjectArg::DropRope => {
+                "no answer has changed; use a model with latent rows or --attention mla, and more than one --max-tokens"
+            }
+            InjectArg::DropRow | InjectArg::FlipByte | InjectArg::SkipSend => {
+                "no byte that landed would have been changed by it"
+            }
         };
         let text = format!("the fault could not be committed: {}: {why}", name_of(&fault));
-        Self { blame: Some(Blame::Caller), ..Self::new("fault_not_committed", text) }
+        Self { blame: Some(Blame::Caller), ..Self::new(NOT_COMMITTED, text) }
     }
 
     /// A hand-off that cannot be served was.
@@ -256,6 +272,9 @@ impl Outcome {
         find(transfer.bytes != transfer.planned_bytes, "planned_bytes", &|| {
             format!("{} bytes were moved, {} were planned", transfer.bytes, transfer.planned_bytes)
         });
+        if findings.is_empty() {
+            findings.extend(plan.fault.map(Finding::missed));
+        }
         let times = |first: std::time::Duration, last: std::time::Duration| {
             Some(Times { first_token: first.as_secs_f64(), last_token: last.as_secs_f64() })
         };
@@ -357,7 +376,7 @@ pub(super) struct Report {
     pub(super) transport: String,
     /// The fault that was asked for.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub(super) injected: Option<String>,
+    pub(super) injected: Option<InjectArg>,
     /// What must be equal for `proven`.
     pub(super) claim: Claim,
     /// What it is compared with.
@@ -372,6 +391,7 @@ pub(super) struct Report {
 impl Report {
     pub(super) fn new(
         model: ModelInfo,
+        attention: &str,
         args: &DemoArgs,
         reference: String,
         prompts: Vec<PromptReport>,
@@ -379,18 +399,24 @@ impl Report {
         let total = Outcome::all(&prompts);
         Self {
             model,
-            attention: name_of(&args.engine.attention),
+            attention: attention.to_owned(),
             arith: name_of(&args.engine.arith),
             prefill: args.prefill.to_string(),
             decode: args.decode.to_string(),
             transport: name_of(&args.engine.transport),
-            injected: args.engine.inject.map(|fault| name_of(&fault)),
+            injected: args.engine.inject,
             claim: super::tolerance(args),
             reference,
             proven: total.findings.is_empty() && total.tokens_equal,
             total,
             prompts,
         }
+    }
+
+    /// Whether all that was found is that the fault could not be committed: the command has to be changed.
+    pub(super) fn missed(&self) -> bool {
+        let findings = &self.total.findings;
+        !findings.is_empty() && findings.iter().all(|finding| finding.kind == NOT_COMMITTED)
     }
 }
 

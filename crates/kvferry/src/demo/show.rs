@@ -31,14 +31,8 @@ impl Show {
     }
 
     /// What is going to be run.
-    pub(super) fn title(&self, model: &str, args: &DemoArgs) {
-        let engine = &args.engine;
-        let facts = format!(
-            "{model}  {}, {}, {} cache",
-            name_of(&engine.attention),
-            name_of(&engine.arith),
-            kv_name(args)
-        );
+    pub(super) fn title(&self, model: &str, attention: &str, args: &DemoArgs) {
+        let facts = format!("{model}  {attention}, {}, {} cache", name_of(&args.engine.arith), kv_name(args));
         self.paragraph("model").all(&facts);
     }
 

@@ -7,7 +7,10 @@ use super::{
     conversion::Conversion,
     report::{CacheReport, Claim, Outcome, PromptReport, Report, Times},
 };
-use crate::terminal::{self, Look, styled};
+use crate::{
+    args::name_of,
+    terminal::{self, Look, styled},
+};
 
 /// Characters of two layouts that stand beside each other.
 const LAYOUTS: usize = 28;
@@ -110,8 +113,8 @@ fn verdict(report: &Report) {
         let detail = if detail.is_empty() { detail } else { format!(" ({detail})") };
         terminal::paragraph(format_args!("{name}: {mark}{}", styled(Look::Dim, detail)), 2);
     };
-    if let Some(fault) = &report.injected {
-        terminal::line(format_args!("injected: {fault}, as bytes land at decode"));
+    if let Some(fault) = report.injected.filter(|_| !report.missed()) {
+        terminal::line(format_args!("injected: {}, {}", name_of(&fault), fault.place()));
     }
     if total.transfer.is_none() {
         terminal::line("tokens, bits, log-probabilities: not compared");
@@ -158,6 +161,8 @@ fn verdict(report: &Report) {
     if report.proven {
         let how = if report.claim == Claim::Bits { "proven equal" } else { "proven equal within 1e-4" };
         terminal::line(styled(Look::Good, how));
+    } else if report.missed() {
+        terminal::line(styled(Look::Bad, "nothing was tested: no fault was committed"));
     } else {
         let why = if report.injected.is_some() { " (as it should be: a fault was asked for)" } else { "" };
         terminal::line(format_args!("{}{why}", styled(Look::Bad, "NOT proven equal")));

@@ -4,34 +4,41 @@ mod cluster;
 mod keeper;
 mod show;
 
-use kvferry_engine::checkpoint::Checkpoint;
+use kvferry_engine::checkpoint::{Checkpoint, Embedded};
 use kvferry_plan::Blame;
 use tokio::signal::unix::{SignalKind, signal};
 
 use crate::{
     args::UpArgs,
     failure::Failure,
-    model::{self, Progress},
+    model::{self, Located, Progress},
     serve::blocking,
     terminal,
 };
 use cluster::Cluster;
+use show::Ask;
 
 /// Starts the cluster and keeps it until somebody ends it, or one of its processes cannot be kept.
 pub(crate) async fn run(args: UpArgs) -> Result<(), Failure> {
+    args.instance.engine.same_cache(&args.prefill, &args.decode)?;
     let mut stop = Stop::new()?;
     let progress = if args.json { Progress::Quiet } else { Progress::Shown };
     let started = async {
         let located = model::or_embedded(args.model.as_ref(), progress).await?;
         let opened = located.clone();
         let checkpoint: Checkpoint = blocking(move || opened.open()).await?;
-        let speaks = checkpoint.chat_template()?.is_some();
+        let ask = match (checkpoint.chat_template()?, checkpoint.tokenizer()?, &located) {
+            (Some(_), ..) => Ask::Chat,
+            (None, Some(_), Located::Embedded(Embedded::NeedleKimi)) => Ask::Needle,
+            (None, Some(_), _) => Ask::Text,
+            (None, None, _) => Ask::Ids,
+        };
         let name = args.model_name.clone().or_else(|| located.served_name());
         let name = name.unwrap_or_else(|| checkpoint.name().to_owned());
         let cluster = Cluster::start(&args, &located, &name, progress).await?;
-        Ok::<_, Failure>((cluster, name, speaks))
+        Ok::<_, Failure>((cluster, name, ask))
     };
-    let (mut cluster, name, speaks) = tokio::select! {
+    let (mut cluster, name, ask) = tokio::select! {
         started = started => started?,
         // What was started ends with this process.
         () = stop.asked() => return Ok(()),
@@ -39,7 +46,7 @@ pub(crate) async fn run(args: UpArgs) -> Result<(), Failure> {
     if args.json {
         terminal::line(show::json(&cluster, &name));
     } else {
-        terminal::line(show::text(&cluster, &name, speaks));
+        terminal::line(show::text(&cluster, &name, ask));
     }
     let died = tokio::select! {
         died = cluster.died() => Some(died),

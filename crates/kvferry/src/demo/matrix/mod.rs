@@ -16,7 +16,7 @@ use kvferry_plan::{Blame, Cast, Dtype, LayoutSpec};
 use super::{
     cluster::{Fleet, Handle, Side},
     conversion::Conversion,
-    disaggregated,
+    disaggregated, form,
     prompts::{self, Prompt},
     reference::{Answer, Plan},
     report::{CacheReport, Finding, Outcome},
@@ -96,18 +96,15 @@ async fn subjects(args: &DemoArgs, progress: Progress) -> Result<Vec<Subject>, F
         .await?;
         let config = checkpoint.config();
         // A model with latent rows runs as it is.
-        let forms = match (&config.kda, &config.mla) {
-            (Some(_), _) => &[(AttentionArg::Gqa, "hybrid")][..],
-            (None, Some(_)) => &[(AttentionArg::Gqa, "mla")],
-            (None, None) => &[(AttentionArg::Gqa, "gqa"), (AttentionArg::Mla, "mla")],
-        };
-        for (attention, form) in forms {
+        let as_it_is = config.kda.is_some() || config.mla.is_some();
+        let forms = if as_it_is { &[AttentionArg::Gqa][..] } else { &[AttentionArg::Gqa, AttentionArg::Mla] };
+        for attention in forms {
             let layouts = layouts::names(args.quick);
             subjects.push(Subject {
                 model: checkpoint.name().to_owned(),
                 located: located.clone(),
                 attention: *attention,
-                form,
+                form: form(config, *attention),
                 layouts: named(layouts, config.layers)?,
                 converted: {
                     let [prefill, decode] = layouts::converted(args.quick);
