@@ -209,9 +209,27 @@ impl Engine {
     /// # Errors
     /// As [`Engine::prefill`].
     pub fn reserve(&self, key: RoomKey, request: Request) -> Result<Answer<RoomLease>, EngineError> {
+        self.reserve_with(key, request, false)
+    }
+
+    /// The same for a request that neither begins with a prefix that earlier ones left nor leaves its own to later ones:
+    /// for rows that are not what this engine would compute, as those are not that were converted on the way.
+    ///
+    /// # Errors
+    /// As [`Engine::prefill`].
+    pub fn reserve_apart(&self, key: RoomKey, request: Request) -> Result<Answer<RoomLease>, EngineError> {
+        self.reserve_with(key, request, true)
+    }
+
+    fn reserve_with(
+        &self,
+        key: RoomKey,
+        request: Request,
+        apart: bool,
+    ) -> Result<Answer<RoomLease>, EngineError> {
         let (request, place) = self.limits.admit(Hold::Continue, request)?;
         let (granted, answer) = Answer::channel(&self.commands);
-        self.send(Command::Reserve { key, request, place, granted })?;
+        self.send(Command::Reserve { key, request, place, apart, granted })?;
         Ok(answer)
     }
 

@@ -66,6 +66,8 @@ pub(crate) struct Job {
     /// Whether its state after the prompt is to be kept, and then the copy.
     pub(crate) keep: bool,
     pub(crate) kept: Option<Arc<PromptState>>,
+    /// Whether it neither begins with what earlier requests left nor leaves anything to later ones.
+    pub(crate) apart: bool,
 }
 
 impl Job {
@@ -92,6 +94,7 @@ impl Job {
             granted: None,
             keep: request.hold.is_some(),
             kept: None,
+            apart: false,
         }
     }
 

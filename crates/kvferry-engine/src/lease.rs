@@ -62,6 +62,12 @@ impl RoomLease {
     pub fn cached(&self) -> u64 {
         self.cached
     }
+
+    /// Says before anything is in the pages that what will be is not for later requests.
+    pub fn set_apart(&self) {
+        // An engine that has stopped has no later requests.
+        let _ = self.commands.send(Command::SetApart { id: self.id });
+    }
 }
 
 impl Drop for RoomLease {

@@ -16,6 +16,7 @@ use crate::{
     limits::Place,
     mailbox::{Receiver, Sender},
     pages::{Pages, Spare},
+    prefix::Found,
     request::Sink,
     sampler::{most_probable, sample},
 };
@@ -41,7 +42,13 @@ pub(crate) enum Command {
         key: RoomKey,
         request: Request,
         place: Place,
+        /// Without the prefix cache.
+        apart: bool,
         granted: Reply<RoomLease>,
+    },
+    /// What this request has is not for others.
+    SetApart {
+        id: JobId,
     },
     Decode {
         id: JobId,
@@ -174,9 +181,9 @@ impl Scheduler {
                 let job = Job { granted: Some(granted), ..job };
                 self.enqueue(job);
             }
-            Command::Reserve { key, request, place, granted } => {
+            Command::Reserve { key, request, place, apart, granted } => {
                 let job = Job::new(Kind::Decode, Some(key), request, place);
-                let job = Job { granted: Some(granted), ..job };
+                let job = Job { granted: Some(granted), apart, ..job };
                 self.enqueue(job);
             }
             Command::Decode { id, key, first, sink } => {
@@ -189,6 +196,11 @@ impl Scheduler {
                 let kind = id.and_then(|id| self.jobs.get(&id)).map(|job| job.kind);
                 if let (Some(id), Some(Kind::Generate)) = (id, kind) {
                     self.end(id);
+                }
+            }
+            Command::SetApart { id } => {
+                if let Some(job) = self.jobs.get_mut(&id) {
+                    job.apart = true;
                 }
             }
             Command::Return { id } => self.end(id),
@@ -282,7 +294,7 @@ impl Scheduler {
                 self.queue.pop_front();
                 continue;
             };
-            let found = self.pages.find(&job.prompt);
+            let found = if job.apart { Found::default() } else { self.pages.find(&job.prompt) };
             let seen = found.blocks();
             // Whoever computes goes on from a state; a prompt that was computed elsewhere comes with its own.
             let computes = job.kind != Kind::Decode;
@@ -419,6 +431,9 @@ impl Scheduler {
 
     /// Lets later requests begin with what this one has complete. Only for what is right: never after a failure.
     fn share(pages: &mut Pages, job: &mut Job) {
+        if job.apart {
+            return;
+        }
         let tokens = job.complete();
         if let Some(lease) = &mut job.lease {
             pages.share(lease, &tokens);

@@ -19,8 +19,8 @@ use axum::{
 use futures_util::stream;
 use kvferry_engine::{Answer, Event, FirstToken, Request, RoomLease};
 use kvferry_node::{PeerAddr, Receipt, Receive};
-use kvferry_plan::{Blame, RoomKey, TokenRange};
-use kvferry_registry::{Role, check_instance};
+use kvferry_plan::{Blame, Descriptor, RoomKey, TokenRange};
+use kvferry_registry::{Group, Role, check_instance};
 use kvferry_session::Prompt;
 use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
@@ -54,17 +54,8 @@ pub(crate) async fn handle(
     shared.admit().map_err(refuse)?;
     let seen = shared.telemetry.begin(asked.key, asked.prompt.len(), TraceContext::from_headers(&headers));
     seen.peer(&asked.prefill);
-    let request = Request {
-        prompt: asked.prompt.clone(),
-        max_tokens: asked.max_tokens,
-        sampling: asked.sampling.into(),
-        ignore_eos: asked.ignore_eos,
-        top_logprobs: asked.top_logprobs,
-        // Then its state after the prompt is kept too.
-        hold: asked.hold.then_some(asked.key),
-    };
     // What makes no sense or can never fit is refused before the other side is even looked for.
-    let granted = shared.engine.reserve(asked.key, request).map_err(|error| {
+    let granted = shared.engine.reserve(asked.key, request(&asked)).map_err(|error| {
         let problem = Problem::engine(Stage::Admission, &error);
         seen.failed(&problem, false);
         refuse(problem)
@@ -92,6 +83,24 @@ pub(crate) async fn handle(
         Some((Ok::<_, Infallible>(line), (None, records)))
     });
     Ok(([(header::CONTENT_TYPE, "application/x-ndjson")], Body::from_stream(body)).into_response())
+}
+
+fn request(asked: &DecodeRequest) -> Request {
+    Request {
+        prompt: asked.prompt.clone(),
+        max_tokens: asked.max_tokens,
+        sampling: asked.sampling.into(),
+        ignore_eos: asked.ignore_eos,
+        top_logprobs: asked.top_logprobs,
+        // Then its state after the prompt is kept too.
+        hold: asked.hold.then_some(asked.key),
+    }
+}
+
+/// Whether a hand-off between the two changes an element type on the way.
+fn converts(prefill: &Descriptor, decode: &Descriptor) -> bool {
+    let dtype = |of: &Descriptor, part| of.placement.part(part).map(|layout| layout.dtype);
+    decode.shape.parts.iter().any(|shape| dtype(prefill, shape.part) != dtype(decode, shape.part))
 }
 
 /// Ends an answer that is being generated as one that ended well: its asker has enough.
@@ -176,17 +185,18 @@ impl Room {
 
     /// The lease goes back with the error: whatever happens, it lives until nobody writes into its pages any more.
     async fn take_over(&self, granted: Answer<RoomLease>) -> Result<(RoomLease, DecodeDone), Problem> {
-        let lease = tokio::select! {
-            granted = granted => granted.map_err(|error| Problem::engine(Stage::Admission, &error))?,
-            problem = self.ended(Stage::Admission) => return Err(problem),
-            problem = self.shared.waited(self.asked.prompt.len()) => return Err(problem),
-        };
+        let mut lease = self.granted(granted).await?;
         self.seen.admitted();
         self.seen.enter(Phase::Pair);
-        let peers = tokio::select! {
-            peers = self.find_prefill() => peers?,
+        let prefill = tokio::select! {
+            prefill = self.find_prefill() => prefill?,
             problem = self.ended(Stage::Lookup) => return Err(problem),
         };
+        let decode = self.shared.engine.descriptor();
+        if prefill.members.iter().any(|member| converts(&member.descriptor, &decode)) {
+            lease = self.set_apart(lease).await?;
+        }
+        let peers = prefill.members.into_iter().map(address).collect();
         // The prompt's pages are here before any are taken at prefill: no two rooms wait for each other crosswise.
         self.say(DecodeRecord::Reserved { cached_tokens: lease.cached() }).await;
         let receipt = self.receive(peers, &lease).await?;
@@ -194,6 +204,27 @@ impl Room {
         self.seen.enter(Phase::Compute);
         let done = self.generate(&lease, &receipt).await?;
         Ok((lease, done))
+    }
+
+    async fn granted(&self, granted: Answer<RoomLease>) -> Result<RoomLease, Problem> {
+        tokio::select! {
+            granted = granted => granted.map_err(|error| Problem::engine(Stage::Admission, &error)),
+            problem = self.ended(Stage::Admission) => Err(problem),
+            problem = self.shared.waited(self.asked.prompt.len()) => Err(problem),
+        }
+    }
+
+    /// Rows that are converted on the way are neither those that this engine, nor those that another prefill instance would
+    /// compute: they do not go on from a cached prefix and do not become one.
+    async fn set_apart(&self, lease: RoomLease) -> Result<RoomLease, Problem> {
+        if lease.cached() == 0 {
+            lease.set_apart();
+            return Ok(lease);
+        }
+        // Nobody knows of these pages yet.
+        drop(lease);
+        let granted = self.shared.engine.reserve_apart(self.asked.key, request(&self.asked));
+        self.granted(granted.map_err(|error| Problem::engine(Stage::Admission, &error))?).await
     }
 
     /// Comes true when nobody wants the answer any more.
@@ -204,7 +235,7 @@ impl Room {
         }
     }
 
-    async fn find_prefill(&self) -> Result<Vec<PeerAddr>, Problem> {
+    async fn find_prefill(&self) -> Result<Group, Problem> {
         let Shared { registry, .. } = &*self.shared;
         let group = registry.lookup(&self.asked.prefill).await;
         let group = group.map_err(|error| Problem::new(error.blame(), Stage::Lookup, error))?;
@@ -212,7 +243,7 @@ impl Room {
             let cause = format!("field `prefill`: {} is a {} instance", group.instance, group.role);
             return Err(Problem::new(Blame::Caller, Stage::Request, cause));
         }
-        Ok(group.members.into_iter().map(address).collect())
+        Ok(group)
     }
 
     async fn receive(&self, peers: Vec<PeerAddr>, lease: &RoomLease) -> Result<Receipt, Problem> {
