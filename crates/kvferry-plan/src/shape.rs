@@ -121,6 +121,7 @@ pub enum Dtype {
     Bf16,
     /// fp8 e4m3fn.
     #[n(2)]
+    #[serde(alias = "fp8")]
     Fp8E4m3,
 }
 

@@ -36,7 +36,7 @@ Environment:
 
 /// Moves the KV cache of language models between instances with different parallel layouts: exactly, quickly, safely
 ///
-/// Begin with `kvferry demo`. Results go to standard output, logs and progress to standard error.
+/// Begin with `kvferry demo`. Results go to standard output, logs to standard error, and on a terminal progress too.
 #[derive(Debug, Parser)]
 #[command(version, max_term_width = terminal::WIDTH, disable_help_subcommand = true, after_help = AFTER_HELP)]
 pub(crate) struct Cli {

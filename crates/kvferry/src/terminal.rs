@@ -131,6 +131,15 @@ fn columns(text: &str) -> usize {
     shown.count()
 }
 
+/// `1,234,567`.
+pub(crate) fn number(n: u64) -> String {
+    let digits = n.to_string();
+    let (head, rest) = digits.split_at(digits.len() % 3);
+    let groups = (0..rest.len()).step_by(3).map(|i| &rest[i..i + 3]);
+    let all: Vec<&str> = Some(head).filter(|h| !h.is_empty()).into_iter().chain(groups).collect();
+    all.join(",")
+}
+
 const STYLE: TableStyle = TableStyle::new()
     .top_border(LineStyle::new('╭', '─', '┬', '╮'))
     .header_lines(ContentLineStyle::new('│', '│', '│'))

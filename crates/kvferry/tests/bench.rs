@@ -117,6 +117,48 @@ fn engine_with_a_long_prompt() {
     assert!(refused.stderr.contains("--decode"), "{}", refused.all());
 }
 
+/// What is too long for the model is told in options that this command has, and what it names as the most is possible.
+#[test]
+fn a_prompt_that_the_model_was_not_made_for() {
+    for (more, after) in [(&["--long"][..], "1 token"), (&["--decode", "3"], "4 tokens")] {
+        let ask = |prompt| {
+            let tiny = ["bench", "engine", "--model", "embedded:llama_tiny", "--rounds", "1"];
+            kvferry(&[&tiny[..], more, &["--prompt", prompt]].concat())
+        };
+        let run = ask("32768");
+        assert_eq!(run.code, Some(2), "{}", run.all());
+        let expected = format!("--prompt 32768, and {after} after it: embedded:llama_tiny was made for ");
+        assert!(run.stderr.contains(&expected), "{}", run.all());
+        let (_, most) = run.stderr.split_once("use --prompt ").unwrap();
+        let run = ask(most.split(' ').next().unwrap());
+        assert_eq!(run.code, Some(0), "{}", run.all());
+    }
+    let run = kvferry(&["bench", "engine", "--model", "embedded:llama_tiny", "--decode", "32768"]);
+    assert_eq!(run.code, Some(2), "{}", run.all());
+    assert!(run.stderr.contains("use a smaller --decode"), "{}", run.all());
+}
+
+/// Figures of few clock ticks are left out or said to mean little, in the table; the command to copy stays one.
+#[test]
+fn tables_of_tiny_sizes_say_so() {
+    let run = kvferry(&["bench", "transfer", "--size", "small", "--rounds", "1"]);
+    assert!(
+        run.stdout.ends_with("--size small: this shows that it works, not how fast it is\n"),
+        "{}",
+        run.all()
+    );
+    assert!(
+        run.stdout.contains("\n1 interleaved round; ") && run.stdout.contains(" 1 layer of "),
+        "{}",
+        run.all()
+    );
+    assert!(!run.stdout.contains(" 0.00 "), "{}", run.all());
+    let tiny = ["bench", "engine", "--model", "embedded:llama_tiny", "--prompt", "9", "--decode", "1"];
+    let run = kvferry(&[&tiny[..], &["--rounds", "1"]].concat());
+    assert!(run.stdout.contains("So little CPU time: this shows that it works"), "{}", run.all());
+    assert!(run.stdout.contains("--omit=optional \\\n    node-llama-cpp@"), "{}", run.all());
+}
+
 /// A folder without the package is an error that names the command which fills it.
 #[test]
 fn llama_cpp_that_is_not_there() {

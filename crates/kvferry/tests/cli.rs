@@ -116,6 +116,7 @@ fn what_people_see_fits_80_columns() {
         "--prefill tp=4,shard=on --decode tp=4,dcp=2,interleave=16,page=4096 --tokens 100000000 --page 1024 \
          --model-shape mla:7x576xbf16@3/7/11/15/19/23/26+kda:20x32x128",
         "--decode cp=2 --model-shape mla:1x8",
+        "--prefill tp=4,kv=f32 --decode tp=4,dcp=4,kv=fp8 --convert-kv --model-shape mla:61x576xbf16 --tokens 32768",
         "--decode tp=2,dcp=2 --model-shape mla:1x8+kda:1x2x4@0 --tokens 5 --page 2 --rows",
     ] {
         all.push(["plan"].into_iter().chain(plan.split_whitespace()).collect());
@@ -359,6 +360,16 @@ fn the_doctor_says_what_is_missing_and_how_to_get_it() {
             "OpenAI client",
         ]
     );
+    // Paths have their own line, and commands go on where those begin.
+    let table = command(&["doctor", "--offline"]).env("XDG_CACHE_HOME", empty.path()).output().unwrap();
+    let table = finish(table).stdout;
+    common::assert_narrow(&table);
+    let column = |line: &str| line.len() - line.trim_start().len();
+    let lines: Vec<_> = table.lines().collect();
+    let path = lines.iter().find(|line| line.contains("/kvferry/models/")).unwrap();
+    let further: Vec<_> =
+        lines.windows(2).filter(|pair| pair[0].ends_with('\\')).map(|pair| pair[1]).collect();
+    assert!(!further.is_empty() && further.iter().all(|line| column(line) == column(path)), "{table}");
     // Without Python there is no way to the model, which is not in this cache.
     let without = ask("/nowhere");
     let state = |findings: &[Value], what: &str| {

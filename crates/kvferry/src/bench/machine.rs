@@ -1,6 +1,6 @@
 //! Where a measurement ran, and what it spent.
 
-use std::{fmt, io::IsTerminal, thread};
+use std::{fmt, thread};
 
 use serde::Serialize;
 
@@ -47,6 +47,9 @@ impl fmt::Display for Machine {
 pub(super) struct Spent(f64);
 
 impl Spent {
+    /// Seconds below which hundredths say nothing.
+    pub(super) const FEW: f64 = 0.05;
+
     pub(super) fn now() -> Self {
         let stat = std::fs::read_to_string("/proc/self/stat").unwrap_or_default();
         // Behind the name, which may contain anything: state is the first field, user time the twelfth.
@@ -59,12 +62,5 @@ impl Spent {
     /// CPU seconds of this process since then.
     pub(super) fn own(&self) -> f64 {
         Self::now().0 - self.0
-    }
-}
-
-/// Says on stderr what goes on, to somebody who sits in front of it.
-pub(super) fn progress(what: impl fmt::Display) {
-    if std::io::stderr().is_terminal() {
-        crate::terminal::note(what);
     }
 }

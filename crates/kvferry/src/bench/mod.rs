@@ -5,6 +5,7 @@ mod engine;
 mod machine;
 mod numbers;
 mod plan;
+mod rounds;
 mod serve;
 mod transfer;
 
@@ -34,8 +35,9 @@ pub(crate) enum BenchCommand {
     Transfer(transfer::TransferBench),
     /// Tokens per CPU-second of the engine, in both arithmetic modes, beside llama.cpp on the same file
     ///
-    /// One rank, GQA, one request. llama.cpp is measured on one thread through a prebuilt library; the last line says how
-    /// to get it when it is not there.
+    /// One rank, one request, attention as the model has it; also decode batches in both forms. llama.cpp is measured on
+    /// one thread through a prebuilt library; the last line says how to get it when it is not there. With --long: one
+    /// long prompt on two ranks instead, without llama.cpp.
     Engine(engine::EngineBench),
     /// What an application feels: prefill and decode behind a router, beside one process that does both
     ///
@@ -69,6 +71,11 @@ fn print<T: Serialize>(document: &T, json: bool, show: impl FnOnce(&T)) -> Resul
         show(document);
     }
     Ok(())
+}
+
+/// Under figures of a size that is only for trying.
+fn only_works(size: &str) {
+    terminal::paragraph(format_args!("{size}: this shows that it works, not how fast it is"), 2);
 }
 
 /// Finds out whether a picture can be written before anything is measured for it.

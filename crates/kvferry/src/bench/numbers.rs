@@ -1,4 +1,6 @@
-//! Middle values.
+//! Middle values, and counts in words.
+
+use crate::terminal::number;
 
 /// The middle value; of an even number the mean of the two in the middle; 0 of none.
 pub(super) fn median(values: &[f64]) -> f64 {
@@ -20,6 +22,11 @@ pub(super) fn mean(values: &[f64]) -> f64 {
 /// A ratio with its lowest and highest.
 pub(super) fn ratio(middle: f64, lowest: f64, highest: f64) -> String {
     format!("{middle:.2} ({lowest:.2}-{highest:.2})")
+}
+
+/// `1 round`, `2 rounds`.
+pub(super) fn counted(count: u64, what: &str) -> String {
+    format!("{} {what}{}", number(count), if count == 1 { "" } else { "s" })
 }
 
 #[cfg(test)]

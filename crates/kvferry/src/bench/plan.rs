@@ -73,8 +73,8 @@ fn show(document: &Document) {
     for m in &document.inputs {
         table.add_row([
             m.input.to_owned(),
-            m.tokens.to_string(),
-            m.runs.to_string(),
+            terminal::number(m.tokens),
+            terminal::number(m.runs as u64),
             format!("{:.1}", m.plan_us),
             format!("{:.1}", m.coverage_us),
             "as recorded".to_owned(),

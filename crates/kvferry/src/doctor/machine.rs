@@ -65,14 +65,14 @@ fn memory() -> Finding {
     };
     let (total, mut free) = (kib("MemTotal").unwrap_or(0) << 10, kib("MemAvailable").unwrap_or(0) << 10);
     let bytes = |file| cgroup(file)?.parse::<u64>().ok();
-    let mut says = format!("{} of {} available", gib(free), gib(total));
+    let mut says = format!("{} of {} available", size(free), size(total));
     if let (Some(most), Some(used)) = (bytes("memory.max"), bytes("memory.current")) {
         // What the group has cached in files is given back when it is needed.
         let cached = cgroup("memory.stat").and_then(|stat| {
             stat.lines().find_map(|line| line.strip_prefix("inactive_file "))?.parse::<u64>().ok()
         });
         free = free.min(most.saturating_sub(used.saturating_sub(cached.unwrap_or(0))));
-        says = format!("{says}; the control group allows {}, {} of it free", gib(most), gib(free));
+        says = format!("{says}; the control group allows {}, {} of it free", size(most), size(free));
     }
     if free >= LITTLE_MEMORY {
         return Finding::new("memory", State::Ok, says);
@@ -81,9 +81,11 @@ fn memory() -> Finding {
         .remedy("end other programs, raise the limit, or use --model embedded:needle_kimi")
 }
 
+/// In GiB, or in MiB below one.
 #[expect(clippy::cast_precision_loss, reason = "for people")]
-fn gib(bytes: u64) -> String {
-    format!("{:.1} GiB", bytes as f64 / f64::from(1 << 30))
+fn size(bytes: u64) -> String {
+    let (unit, bits) = if bytes < 1 << 30 { ("MiB", 20) } else { ("GiB", 30) };
+    format!("{:.1} {unit}", bytes as f64 / f64::from(1 << bits))
 }
 
 fn simd() -> Finding {
@@ -121,7 +123,7 @@ fn locked_memory() -> Finding {
     let says = match limit("Max locked memory") {
         None => "not known".into(),
         Some(None) => "unlimited".into(),
-        Some(Some(bytes)) => format!("{} may be locked", gib(bytes)),
+        Some(Some(bytes)) => format!("{} may be locked", size(bytes)),
     };
     Finding::new(
         "locked memory",
@@ -181,5 +183,6 @@ fn congestion() -> Finding {
     let at = Path::new("/proc/sys/net/ipv4");
     let all = read(at.join("tcp_available_congestion_control")).unwrap_or_else(|| "not known".into());
     let used = read(at.join("tcp_congestion_control")).unwrap_or_else(|| "not known".into());
-    Finding::new("TCP congestion control", State::Info, format!("{used} is used; available: {all}"))
+    let says = format!("{used} by default, of {all}; `--transport tcp` sets cubic on its own, or else reno");
+    Finding::new("TCP congestion control", State::Info, says)
 }

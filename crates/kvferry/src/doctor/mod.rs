@@ -16,6 +16,8 @@ use crate::{
 
 /// Columns of a state and the gap behind it.
 const STATE: usize = 9;
+/// Columns in front of a further line of a command, and of a path that has its own.
+const CONTINUED: usize = STATE + 3;
 
 #[derive(Args, Clone, Copy, Debug)]
 pub(crate) struct DoctorArgs {
@@ -93,13 +95,22 @@ fn show(report: &Report) {
             State::Info => (Look::Dim, "info"),
             State::Missing => (Look::Bad, "missing"),
         };
+        let indent = STATE + width + 2;
+        // A path is there to be copied: one that is too long for its column has the whole line, as commands have.
+        let says = match says.rsplit_once(' ') {
+            Some((front, path)) if indent + path.chars().count() > terminal::WIDTH => {
+                format!("{front}\n{:CONTINUED$}{path}", "")
+            }
+            _ => says.clone(),
+        };
         // Padded before it is coloured, since colours have no width.
         let row = format!("{}  {what:width$}  {says}", styled(look, format_args!("{state:7}")));
-        terminal::paragraph(row, STATE + width + 2);
+        terminal::paragraph(row, indent);
         if let Some(remedy) = remedy {
             // Commands are long and are to be copied: they have the whole line.
-            let remedy = remedy.replace('\n', &format!("\n{:1$}", "", STATE + 1));
-            terminal::paragraph(format_args!("{:STATE$}-> {remedy}", ""), STATE + 3);
+            let lines: Vec<_> = remedy.lines().map(str::trim_start).collect();
+            let remedy = lines.join(&format!("\n{:CONTINUED$}", ""));
+            terminal::paragraph(format_args!("{:STATE$}-> {remedy}", ""), CONTINUED);
         }
     }
     terminal::line(match report.ready {

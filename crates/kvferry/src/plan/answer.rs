@@ -5,6 +5,7 @@ use kvferry_plan::{
 };
 
 use super::request::{Request, Side};
+use crate::terminal::number;
 
 /// Pairs of ranks that are planned at most.
 const MAX_PAIRS: u64 = 1 << 16;
@@ -97,17 +98,21 @@ impl Answer {
         let pair = Pair::with(request.shape.clone(), src, dst, request.dtypes)?;
         let pairs = u64::from(pair.src().ranks()) * u64::from(pair.dst().ranks());
         if pairs > MAX_PAIRS {
-            let reason = format!("{pairs} pairs of ranks; {MAX_PAIRS} are planned at most");
+            let reason =
+                format!("{} pairs of ranks; {} are planned at most", number(pairs), number(MAX_PAIRS));
             return Err(Unsupported { axis: Axis::Size, reason });
         }
         let from = Ready::new(request, &request.prefill, pair.src())?;
         let to = Ready::new(request, &request.decode, pair.dst())?;
-        let visits = pairs.saturating_mul((from.table.0.len() + to.table.0.len()) as u64);
+        let pages = (from.table.0.len() + to.table.0.len()) as u64;
+        let visits = pairs.saturating_mul(pages);
         if visits > MAX_VISITS {
             let reason = format!(
-                "{pairs} pairs of ranks and {} pages; {MAX_VISITS} pages times pairs are planned at most: use \
-                 larger pages or fewer tokens",
-                from.table.0.len() + to.table.0.len()
+                "{} pairs of ranks and {} pages; {} pages times pairs are planned at most: use larger pages or \
+                 fewer tokens",
+                number(pairs),
+                number(pages),
+                number(MAX_VISITS)
             );
             return Err(Unsupported { axis: Axis::Size, reason });
         }
@@ -130,8 +135,8 @@ impl Answer {
                     plans.iter().map(|p| Cost::of(p, src_pool, dst_pool)).fold(Cost::default(), Cost::plus);
                 runs += cost.runs;
                 if runs > MAX_RUNS {
-                    let reason =
-                        format!("more than {MAX_RUNS} runs of rows; use larger pages or fewer tokens");
+                    let most = number(MAX_RUNS);
+                    let reason = format!("more than {most} runs of rows; use larger pages or fewer tokens");
                     return Err(Unsupported { axis: Axis::Size, reason });
                 }
                 if cost.bytes > 0 {

@@ -4,7 +4,17 @@ use std::path::PathBuf;
 
 use clap::Args;
 
+pub(super) const EXAMPLES: &str = "\
+Examples:
+  Four ranks that hold the same latent rows, to four that share them out:
+    kvferry plan --prefill tp=4 --decode tp=4,dcp=4 \\
+      --model-shape mla:61x576xbf16 --tokens 32768 --page 64
+  The same to a decode side that keeps fp8, which prefill converts to:
+    kvferry plan --prefill tp=4 --decode tp=4,dcp=4,kv=fp8 --convert-kv \\
+      --model-shape mla:61x576xbf16 --tokens 32768 --page 64";
+
 #[derive(Args, Clone, Debug)]
+#[command(after_help = EXAMPLES)]
 pub(crate) struct PlanArgs {
     /// A request as JSON, `-` for standard input; docs/plan.md has the schema. Or say it with the options below
     #[arg(value_name = "FILE", conflicts_with_all = ["prefill", "decode", "model_shape", "tokens", "page", "convert_kv",
@@ -16,7 +26,8 @@ pub(crate) struct PlanArgs {
     /// Layout of the decode instance
     #[arg(long, value_name = "SPEC", default_value = "tp=1", help_heading = "Request")]
     pub(crate) decode: String,
-    /// What the model caches, such as mla:61x576xbf16, gqa:30x3x64xf32, or mla:7x576xbf16@3/7/11/15/19/23/26+kda:20x32x128
+    /// What the model caches; needed unless FILE says it. For example mla:61x576xbf16, gqa:30x3x64xf32, or
+    /// mla:7x576xbf16@3/7/11/15/19/23/26+kda:20x32x128
     #[arg(long, value_name = "SHAPE", help_heading = "Request")]
     pub(crate) model_shape: Option<String>,
     /// How many tokens, or which: 32768, or 100..32768 when decode holds the first hundred already

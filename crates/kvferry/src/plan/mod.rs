@@ -51,8 +51,9 @@ fn answer(args: &PlanArgs) -> Result<Said, Failure> {
     };
     if args.rows && answer.rows() > MAX_ROWS {
         return Err(Failure::caller(format_args!(
-            "--rows would print {} rows; {MAX_ROWS} are the most: plan fewer tokens or layers",
-            answer.rows()
+            "--rows would print {} rows; {} are the most: plan fewer tokens or layers",
+            terminal::number(answer.rows()),
+            terminal::number(MAX_ROWS)
         )));
     }
     if let Some(file) = &args.svg {

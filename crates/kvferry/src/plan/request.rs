@@ -9,7 +9,7 @@ use kvferry_plan::{
 use serde::Deserialize;
 
 use super::{PlanArgs, shape};
-use crate::failure::Failure;
+use crate::{failure::Failure, terminal};
 
 /// Larger requests are typing errors.
 const MAX_TOKENS: u64 = 1 << 27;
@@ -37,6 +37,15 @@ pub(super) struct Side {
     pub(super) placement: Result<Placement, String>,
     pub(super) pages: Pages,
     pub(super) slot: SlotId,
+}
+
+impl Side {
+    /// Element type of what grows with tokens; `None` where nothing does, where parts differ, or where the layout cannot be.
+    pub(super) fn kv(&self) -> Option<Dtype> {
+        let mut rows = self.placement.as_ref().ok()?.parts.iter().filter(|layout| !layout.part.is_state());
+        let dtype = rows.next()?.dtype;
+        rows.all(|layout| layout.dtype == dtype).then_some(dtype)
+    }
 }
 
 /// Which pages the request owns on a side.
@@ -161,7 +170,8 @@ impl Request {
         }
         if tokens.is_empty() || tokens.end > Token(MAX_TOKENS) {
             return Err(Failure::caller(format_args!(
-                "tokens {tokens}: 1 to {MAX_TOKENS} tokens are possible"
+                "tokens {tokens}: 1 to {} tokens are possible",
+                terminal::number(MAX_TOKENS)
             )));
         }
         let side = |name, layout, pages: Option<Vec<PageId>>, slot| {
@@ -241,7 +251,11 @@ impl Pages {
         let pages = rows.map(pages).max().unwrap_or(0);
         let pages = u32::try_from(pages).unwrap_or(u32::MAX);
         if pages > MAX_PAGES && !matches!(self, Self::Given(_)) {
-            let reason = format!("{pages} pages; {MAX_PAGES} are planned at most: use larger pages");
+            let reason = format!(
+                "{} pages; {} are planned at most: use larger pages",
+                terminal::number(pages.into()),
+                terminal::number(MAX_PAGES.into())
+            );
             return Err(Unsupported { axis: Axis::Size, reason });
         }
         Ok(match self {

@@ -94,19 +94,23 @@ fn refusals_and_mistakes_have_their_exit_status() {
         ("--prefill dcp=3 --model-shape mla:1x8", 2, "dcp=3 does not divide tp=1"),
         ("--model-shape mla:1", 2, "not a part"),
         ("--model-shape mla:1x8 --tokens 9..3", 2, "--tokens 9..3: the range ends before it starts"),
-        ("--model-shape mla:1x8 --tokens 3..3", 2, "1 to 134217728 tokens"),
+        ("--model-shape mla:1x8 --tokens 3..3", 2, "1 to 134,217,728 tokens"),
         ("--model-shape mla:1x8 --tokens many", 2, "write 32768 or 100..32768"),
-        ("--model-shape mla:61x8 --tokens 2000 --rows", 2, "--rows would print 122000 rows"),
-        ("--prefill tp=300 --decode tp=300 --model-shape mla:1x8", 2, "90000 pairs of ranks"),
+        (
+            "--model-shape mla:61x8 --tokens 2000 --rows",
+            2,
+            "--rows would print 122,000 rows; 100,000 are the most",
+        ),
+        ("--prefill tp=300 --decode tp=300 --model-shape mla:1x8", 2, "90,000 pairs of ranks; 65,536"),
         (
             "--tokens 134217728 --page 1 --model-shape mla:1x8",
             2,
-            "134217728 pages; 4194304 are planned at most",
+            "134,217,728 pages; 4,194,304 are planned at most",
         ),
         (
             "--prefill tp=256 --decode tp=256 --model-shape mla:1x8 --tokens 1000000",
             2,
-            "65536 pairs of ranks and 125000 pages",
+            "65,536 pairs of ranks and 125,000 pages; 268,435,456",
         ),
         ("--model-shape mla:1x8 --svg /nowhere/x.svg", 2, "cannot write /nowhere/x.svg"),
         ("/nowhere/request.json", 2, "cannot read /nowhere/request.json"),
@@ -173,6 +177,48 @@ fn requests_as_json() {
     assert!(with("decode_pages", serde_json::json!([0, 2, 2, 1])).contains("page 2 is in the table twice"));
     assert!(with("page", serde_json::json!(0)).starts_with("exit 2\n"));
     assert!(with("pages", serde_json::json!(4)).contains("unknown field `pages`"));
+}
+
+/// An element type has the same name in JSON as in options, layouts and shapes; its long one stays.
+#[test]
+fn fp8_has_one_name_everywhere() {
+    let request = |kv: &str, dtype: &str| {
+        let decode = serde_json::json!({"stages": [[0]], "cp": 1, "tp": 1, "parts": [
+            {"part": "latent", "tokens": "dense", "page_size": 16, "dtype": dtype},
+        ]});
+        ask_json(&serde_json::json!({
+            "model_shape": "mla:1x8", "kv": kv, "prefill": "tp=1", "decode": decode, "tokens": 5,
+        }))
+    };
+    let said = request("fp8", "fp8");
+    assert!(said.starts_with("exit 0\n") && said.contains("\"bytes\":40,"), "{said}");
+    assert_eq!(said, request("fp8_e4m3", "fp8_e4m3"));
+    // As the options say it.
+    for shape in ["mla:1x8xfp8", "mla:1x8xfp8_e4m3"] {
+        let said = ask(&format!("--model-shape {shape} --tokens 5"));
+        assert!(
+            said.split_whitespace().collect::<Vec<_>>().join(" ").contains(&format!("{shape} in fp8 ")),
+            "{said}"
+        );
+    }
+}
+
+/// What the help shows can be copied, and is supported.
+#[test]
+fn examples_of_the_help() {
+    let examples = args::EXAMPLES.replace("\\\n", "");
+    let lines: Vec<_> =
+        examples.lines().filter_map(|line| line.trim().strip_prefix("kvferry plan ")).collect();
+    assert_eq!(lines.len(), 2);
+    for line in lines {
+        let said = ask(line);
+        assert!(said.starts_with("exit 0\n"), "{line}: {said}");
+        assert_eq!(
+            said.contains("prefill converts: latent bf16 to fp8"),
+            line.contains("--convert-kv"),
+            "{said}"
+        );
+    }
 }
 
 /// A picture is one XML document with a panel for each rank, whatever the layouts.

@@ -7,7 +7,7 @@ use kvferry_plan::{Run, Unsupported};
 
 use super::answer::{Answer, Cost};
 use super::request::Request;
-use crate::terminal::{self, Look, styled};
+use crate::terminal::{self, Look, number, styled};
 
 /// Pairs that are listed; JSON has all.
 const MAX_PAIRS: usize = 64;
@@ -56,7 +56,12 @@ pub(super) fn answer(request: &Request, answer: &Answer, rows: bool) -> String {
 fn question(request: &Request, verdict: &str) -> String {
     let Request { model, prefill, decode, tokens, .. } = request;
     let (prefill, decode, count) = (&prefill.label, &decode.label, number(tokens.len()));
-    let question = format!("{verdict}: {prefill} → {decode}, {count} tokens ({tokens}) of {model}");
+    let kv = match (request.prefill.kv(), request.decode.kv()) {
+        (Some(from), Some(to)) if from == to => format!(" in {from}"),
+        (Some(from), Some(to)) => format!(" in {from} → {to}"),
+        _ => String::new(),
+    };
+    let question = format!("{verdict}: {prefill} → {decode}, {count} tokens ({tokens}) of {model}{kv}");
     terminal::wrapped(&question, 2) + "\n"
 }
 
@@ -92,15 +97,9 @@ fn all_rows(answer: &Answer) -> String {
             }
         }
     }
+    // All but the part are numbers.
+    for (_, column) in table.column_iter_mut().enumerate().filter(|(i, _)| *i != 1) {
+        column.set_cell_alignment(CellAlignment::Right);
+    }
     format!("{table}\n")
-}
-
-/// `1,234,567`.
-pub(super) fn number(n: u64) -> String {
-    let digits = n.to_string();
-    let head = digits.len() % 3;
-    let (head, rest) = digits.split_at(head);
-    let groups = (0..rest.len()).step_by(3).map(|i| &rest[i..i + 3]);
-    let all: Vec<&str> = Some(head).filter(|h| !h.is_empty()).into_iter().chain(groups).collect();
-    all.join(",")
 }

@@ -13,7 +13,7 @@ use crate::failure::Failure;
 
 /// How to get the package without building anything.
 pub(crate) const INSTALL: &str = "npm i --prefix FOLDER --ignore-scripts --omit=optional \\
-  node-llama-cpp@3.21.1 @node-llama-cpp/linux-x64@3.21.1";
+    node-llama-cpp@3.21.1 @node-llama-cpp/linux-x64@3.21.1";
 
 const SCRIPT: &str = include_str!("llama.mjs");
 
@@ -23,7 +23,7 @@ pub(super) fn check(folder: &Path) -> Result<(), Failure> {
     if package.is_dir() {
         return Ok(());
     }
-    let text = format_args!("{} is not there; make it with `{INSTALL}`", package.display());
+    let text = format_args!("{} is not there; make it with\n  {INSTALL}", package.display());
     Err(Failure::caller(text))
 }
 
@@ -42,7 +42,7 @@ struct Said {
 impl Llama {
     pub(super) fn measure(&self, prompt: u32, decode: u32) -> Result<Rates, Failure> {
         let failed = |what: String| {
-            Failure::new(Blame::Environment, format_args!("llama.cpp: {what}; install it with `{INSTALL}`"))
+            Failure::new(Blame::Environment, format_args!("llama.cpp: {what}; install it with\n  {INSTALL}"))
         };
         let script = tempfile::Builder::new()
             .suffix(".mjs")

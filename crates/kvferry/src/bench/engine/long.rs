@@ -12,11 +12,12 @@ use tokio::runtime::Runtime;
 
 use super::{
     super::{
-        machine::{Machine, Spent, progress},
+        machine::{Machine, Spent},
         numbers::median,
-        print,
+        only_works, print,
+        rounds::Rounds,
     },
-    EngineBench, rate, request,
+    EngineBench, open, rate, request,
 };
 use crate::{
     failure::Failure,
@@ -66,15 +67,17 @@ pub(super) fn run(args: &EngineBench, runtime: &Runtime) -> Result<ExitCode, Fai
     let modes = [(Arith::Fast, "fast"), (Arith::Canonical, "canonical")];
     let engines = modes
         .iter()
-        .map(|(arith, name)| Ok((*name, start(args.prompt(), &located, *arith)?, Vec::new())))
+        .map(|(arith, name)| Ok((*name, start(args, &located, *arith)?, Vec::new())))
         .collect::<Result<Vec<_>, Failure>>();
     let mut engines = engines?;
+    let mut under_way = Rounds::new(args.rounds * modes.len() as u32);
     for round in 1..=args.rounds {
         for (name, engine, runs) in &mut engines {
-            progress(format_args!("{name}, round {round} of {}", args.rounds));
+            under_way.begin(*name, round);
             runs.push(measure(args.prompt(), engine)?);
         }
     }
+    drop(under_way);
     let row = |(arith, engine, runs): &(&'static str, (Engine, u32), Vec<Run>)| {
         let middle = |of: &dyn Fn(&Run) -> f64| median(&runs.iter().map(of).collect::<Vec<_>>());
         let part =
@@ -102,15 +105,16 @@ pub(super) fn run(args: &EngineBench, runtime: &Runtime) -> Result<ExitCode, Fai
     Ok(ExitCode::SUCCESS)
 }
 
-fn start(prompt: u32, located: &Located, arith: Arith) -> Result<(Engine, u32), Failure> {
+fn start(args: &EngineBench, located: &Located, arith: Arith) -> Result<(Engine, u32), Failure> {
     let options = LoadOptions { arith, ..LoadOptions::default() };
-    let model = Model::from_checkpoint(&located.open()?, options)?;
+    let (prompt, tokens) = (args.prompt(), 1);
+    let model = Model::from_checkpoint(&open(args, located, tokens)?, options)?;
     let vocab = u32::try_from(model.config().vocab).unwrap_or(u32::MAX);
     let config = EngineConfig {
         layout: LayoutSpec { tp: RANKS, ..LayoutSpec::default() },
         chunk: CHUNK,
-        max_model_len: Some(prompt.saturating_add(1)),
-        pool_tokens: u64::from(prompt) + 1,
+        max_model_len: Some(prompt + tokens),
+        pool_tokens: u64::from(prompt) + u64::from(tokens),
         // Every round has to compute the same prompt again.
         prefix_cache: false,
         profile: true,
@@ -134,7 +138,8 @@ fn show(document: &Document) {
     let Document { machine, model, prompt_tokens, ranks, chunk_tokens, rows, .. } = document;
     terminal::paragraph(machine, 2);
     let steps = format!("{ranks} ranks, steps of {chunk_tokens}");
-    terminal::paragraph(format_args!("{model}: prefill of {prompt_tokens}, {steps}"), 2);
+    let prompt = terminal::number((*prompt_tokens).into());
+    terminal::paragraph(format_args!("{model}: prefill of {prompt}, {steps}"), 2);
     let mut table = terminal::table();
     table.set_header([String::new()].into_iter().chain(rows.iter().map(|row| row.arith.to_owned())));
     let mut line = |what: &str, of: &dyn Fn(&Row) -> String| {
@@ -147,9 +152,16 @@ fn show(document: &Document) {
         line(&phase.name().replace('_', " "), &|row| format!("{:.1} %", part(row) * 100.0));
     }
     line("memory of both ranks", &|row| format!("{:.0} MiB", row.workspace_mib));
-    line("attention's on a rank", &|row| format!("{:.0} MiB", row.attention_mib));
+    line("attention's part, one rank", &|row| format!("{:.0} MiB", row.attention_mib));
     for column in table.column_iter_mut().skip(1) {
         column.set_cell_alignment(CellAlignment::Right);
     }
     terminal::line(table);
+    terminal::paragraph(
+        "meetings: ranks wait for each other and add up; docs/bench.md has the other parts",
+        2,
+    );
+    if rows.iter().any(|row| f64::from(*prompt_tokens) / row.prefill_per_cpu_s < Spent::FEW) {
+        only_works("So little CPU time");
+    }
 }

@@ -11,7 +11,8 @@ use std::{path::PathBuf, process::ExitCode, sync::Arc};
 use clap::Args;
 use comfy_table::CellAlignment;
 use kvferry_engine::{
-    DecodeBatch, Engine, EngineConfig, Event, LoadOptions, Model, NoHandOff, Request, checkpoint::Embedded,
+    DecodeBatch, Engine, EngineConfig, Event, LoadOptions, Model, NoHandOff, Request,
+    checkpoint::{Checkpoint, Embedded},
     math::Arith,
 };
 use kvferry_plan::Blame;
@@ -19,14 +20,15 @@ use serde::Serialize;
 use tokio::runtime::Runtime;
 
 use super::{
-    machine::{Machine, Spent, progress},
-    numbers::median,
-    print,
+    machine::{Machine, Spent},
+    numbers::{counted, median},
+    only_works, print,
+    rounds::Rounds,
 };
 use crate::{
     failure::Failure,
     model::{self, Located, ModelRef, Progress},
-    terminal,
+    terminal::{self, number},
 };
 
 #[derive(Args, Debug)]
@@ -36,14 +38,15 @@ pub(crate) struct EngineBench {
     json: bool,
     /// One long prompt, on two ranks, and where its time goes
     ///
-    /// 32768 tokens through `embedded:needle_kimi`, in both arithmetic modes: tokens per CPU-second, the parts of attention,
-    /// linear attention, projections, experts and so on, and the memory that is computed in.
+    /// In both arithmetic modes: tokens per CPU-second, the parts of attention, linear attention, projections, experts and
+    /// so on, and the memory that is computed in.
     #[arg(long, conflicts_with_all = ["decode", "llama_cpp"])]
     long: bool,
-    /// A GGUF file, `smollm2`, or `embedded:llama_tiny` [default: smollm2]
+    /// smollm2, a GGUF file, a Hugging Face folder, hf:owner/repo/file, or embedded:needle_kimi [default: smollm2; with
+    /// --long embedded:needle_kimi]
     #[arg(long)]
     model: Option<ModelRef>,
-    /// Prompt tokens [default: 512]
+    /// Prompt tokens [default: 512; with --long 32768]
     #[arg(long, value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
     prompt: Option<u32>,
     /// Tokens decoded after the first
@@ -128,7 +131,7 @@ pub(super) fn run(args: &EngineBench, runtime: &Runtime) -> Result<ExitCode, Fai
         }
         (Some(_), Located::Embedded(_)) => (None, Some("a built-in model is no GGUF file".to_owned())),
         (None, _) => {
-            (None, Some(format!("no --llama-cpp FOLDER was given; make one with `{}`", llama::INSTALL)))
+            (None, Some(format!("no --llama-cpp FOLDER was given; make one with\n  {}", llama::INSTALL)))
         }
     };
     let ours = [Arith::Fast, Arith::Canonical].map(|arith| start(args, &located, arith));
@@ -139,9 +142,10 @@ pub(super) fn run(args: &EngineBench, runtime: &Runtime) -> Result<ExitCode, Fai
     let forms = [fixed?, eager?];
     let mut of_forms = BATCHES.map(|_| [Vec::new(), Vec::new()]);
     let mut all: [Vec<Rates>; 3] = Default::default();
+    let mut under_way = Rounds::new(args.rounds + 1);
     // The first round warms up.
     for round in 0..=args.rounds {
-        progress(format_args!("round {round} of {}", args.rounds));
+        under_way.begin("engine", round);
         let found = [
             Some(measure(args, &fast)?),
             Some(measure(args, &canonical)?),
@@ -157,6 +161,7 @@ pub(super) fn run(args: &EngineBench, runtime: &Runtime) -> Result<ExitCode, Fai
             }
         }
     }
+    drop(under_way);
     let middle = |all: &Vec<Rates>| Rates {
         prefill: median(&all.iter().map(|r| r.prefill).collect::<Vec<_>>()),
         decode: median(&all.iter().map(|r| r.decode).collect::<Vec<_>>()),
@@ -191,12 +196,32 @@ pub(super) fn run(args: &EngineBench, runtime: &Runtime) -> Result<ExitCode, Fai
     Ok(ExitCode::SUCCESS)
 }
 
+/// Opens a model that has room for the prompt and so many tokens after it.
+fn open(args: &EngineBench, located: &Located, after: u32) -> Result<Checkpoint, Failure> {
+    let checkpoint = located.open()?;
+    let (prompt, most) = (args.prompt(), checkpoint.config().longest_possible());
+    if most.checked_sub(after).is_some_and(|room| prompt <= room) {
+        return Ok(checkpoint);
+    }
+    let remedy = match most.checked_sub(after) {
+        Some(room @ 1..) => format!("use --prompt {room} at most"),
+        _ => "use a smaller --decode".to_owned(),
+    };
+    let model = args.model();
+    Err(Failure::caller(format_args!(
+        "--prompt {prompt}, and {} after it: {model} was made for {most} in all; {remedy}",
+        counted(after.into(), "token")
+    )))
+}
+
 fn start(args: &EngineBench, located: &Located, arith: Arith) -> Result<(Engine, u32), Failure> {
     let options = LoadOptions { arith, ..LoadOptions::default() };
-    let model = Model::from_checkpoint(&located.open()?, options)?;
+    let tokens = args.decode + 1;
+    let model = Model::from_checkpoint(&open(args, located, tokens)?, options)?;
     let vocab = u32::try_from(model.config().vocab).unwrap_or(u32::MAX);
     let config = EngineConfig {
-        pool_tokens: u64::from(args.prompt()) + u64::from(args.decode) + 1,
+        max_model_len: Some(args.prompt() + tokens),
+        pool_tokens: u64::from(args.prompt()) + u64::from(tokens),
         // Every round has to compute the same prompt again.
         prefix_cache: false,
         ..EngineConfig::default()
@@ -272,8 +297,9 @@ fn rate(tokens: u32, seconds: f64) -> f64 {
 fn show(document: &Document) {
     let Document { machine, model, prompt_tokens, decode_tokens, rounds, .. } = document;
     terminal::paragraph(machine, 2);
-    let what = format!("{model}: prefill of {prompt_tokens}, decode of {decode_tokens}");
-    terminal::paragraph(format_args!("{what}, {rounds} interleaved rounds"), 2);
+    let [prefill, decode] = [*prompt_tokens, *decode_tokens].map(|tokens| number(tokens.into()));
+    let rounds = counted((*rounds).into(), "interleaved round");
+    terminal::paragraph(format_args!("{model}: prefill of {prefill}, decode of {decode}, {rounds}"), 2);
     let mut table = terminal::table();
     table.set_header(["tokens per CPU-second", "prefill", "decode", "of llama.cpp"]);
     for row in &document.rows {
@@ -292,8 +318,7 @@ fn show(document: &Document) {
     let mut table = terminal::table();
     table.set_header(["decode, tokens per CPU-second", "fixed", "eager", "fixed / eager"]);
     for row in &document.decode_batch {
-        let requests =
-            format!("{} request{} at once", row.requests, if row.requests == 1 { "" } else { "s" });
+        let requests = format!("{} at once", counted(row.requests.into(), "request"));
         let rates = [row.fixed_per_cpu_s, row.eager_per_cpu_s].map(|rate| format!("{rate:.1}"));
         let [fixed, eager] = rates;
         table.add_row([requests, fixed, eager, format!("{:.2}", row.ratio)]);
@@ -302,6 +327,14 @@ fn show(document: &Document) {
         column.set_cell_alignment(CellAlignment::Right);
     }
     terminal::line(table);
+    let few = |tokens: &u32, rate: f64| f64::from(*tokens) / rate < Spent::FEW;
+    if document
+        .rows
+        .iter()
+        .any(|row| few(prompt_tokens, row.prefill_per_cpu_s) || few(decode_tokens, row.decode_per_cpu_s))
+    {
+        only_works("So little CPU time");
+    }
     if let Some(missing) = &document.llama_cpp_missing {
         terminal::paragraph(format_args!("llama.cpp: not measured: {missing}"), 2);
     }

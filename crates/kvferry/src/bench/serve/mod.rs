@@ -15,9 +15,11 @@ use tokio::runtime::Runtime;
 use super::{
     chart::{Bar, Chart, Group},
     check_svg,
-    machine::{Machine, progress},
+    machine::Machine,
     numbers::{median, ratio},
-    print, write_svg,
+    only_works, print,
+    rounds::Rounds,
+    write_svg,
 };
 use crate::{
     args::TransportArg,
@@ -112,7 +114,12 @@ pub(super) fn run(args: &ServeBench, runtime: &Runtime) -> Result<ExitCode, Fail
     if let Some(path) = &args.svg {
         write_svg(path, &draw(&document))?;
     }
-    print(&document, args.json, show)?;
+    print(&document, args.json, |document| {
+        show(document);
+        if args.quick {
+            only_works("--quick");
+        }
+    })?;
     Ok(ExitCode::SUCCESS)
 }
 
@@ -130,6 +137,14 @@ async fn measure(args: &ServeBench) -> Result<Document, Failure> {
     let pool = most.max().unwrap_or(0) + widest * (max_tokens + 64);
     let cluster = Cluster::start(&located, args.transport, pool).await?;
     let (mut cells, mut left_out, mut seed) = (Vec::new(), Vec::new(), 0);
+    let rounds_of = |prompt: u32, at_once: u32| match prompt * at_once {
+        tokens if tokens > IN_FLIGHT => 0,
+        tokens if tokens > ONCE => 1,
+        _ => rounds,
+    };
+    // One more for each length: its first request warms up.
+    let of_length = |prompt: &u32| 1 + concurrency.iter().map(|c| rounds_of(*prompt, *c)).sum::<u32>();
+    let mut under_way = Rounds::new(prompts.iter().map(of_length).sum());
     for &prompt in &prompts {
         for &at_once in &concurrency {
             if prompt * at_once > IN_FLIGHT {
@@ -137,15 +152,13 @@ async fn measure(args: &ServeBench) -> Result<Document, Failure> {
                 left_out.push(LeftOut { prompt_tokens: prompt, concurrency: at_once, because });
                 continue;
             }
-            let rounds = if prompt * at_once > ONCE { 1 } else { rounds };
             let (mut pd, mut mono) = (Vec::new(), Vec::new());
             let before = cluster.exposed().await;
-            // The first request of each length warms up.
-            for round in 0..=rounds {
+            for round in 0..=rounds_of(prompt, at_once) {
                 if round == 0 && at_once != concurrency[0] {
                     continue;
                 }
-                progress(format_args!("{at_once} x {prompt} tokens: round {round} of {rounds}"));
+                under_way.begin(format_args!("{at_once} x {prompt} tokens"), round);
                 seed += 1;
                 let asked = |side| wave(side, prompt, at_once, max_tokens, seed);
                 // In turns also within a round: neither side always finds the machine as the other left it.

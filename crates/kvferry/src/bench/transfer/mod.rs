@@ -15,9 +15,11 @@ use serde::Serialize;
 use super::{
     chart::{Bar, Chart, Group},
     check_svg,
-    machine::{Machine, Spent, progress},
-    numbers::{mean, median, ratio},
-    print, write_svg,
+    machine::{Machine, Spent},
+    numbers::{counted, mean, median, ratio},
+    only_works, print,
+    rounds::Rounds,
+    write_svg,
 };
 use crate::{failure::Failure, terminal};
 use ceilings::{FanOut, Loopback};
@@ -88,12 +90,15 @@ struct Document {
 pub(super) fn run(args: &TransferBench) -> Result<ExitCode, Failure> {
     check_svg(args.svg.as_deref())?;
     let (mut cases, mut congestion) = (Vec::new(), String::new());
-    for make in [latent, heads, kimi] {
+    let makers = [latent, heads, kimi];
+    let mut under_way = Rounds::new(makers.len() as u32 * (args.rounds + 1));
+    for make in makers {
         let case = make(args.size)?;
         let loopback = Loopback::new()?;
         congestion.clone_from(&loopback.congestion);
-        cases.push(measure(&case, &loopback, args.rounds)?);
+        cases.push(measure(&case, &loopback, args.rounds, &mut under_way)?);
     }
+    drop(under_way);
     let document = Document {
         version: 1,
         machine: Machine::here(),
@@ -136,7 +141,8 @@ fn kimi(size: Size) -> Result<Case, Failure> {
     let (layers, tokens) = if size == Size::Full { (27, (32 << 10, 2048)) } else { (4, (512, 256)) };
     let latent = |layer: &LayerId| layer.0 % 4 == 3 || layer.0 == 26;
     let (mla, kda): (Vec<_>, Vec<_>) = (0..layers).map(LayerId).partition(latent);
-    let what = format!("Kimi Linear 48B, {} layers of 1152 B rows and {} of KDA state", mla.len(), kda.len());
+    let rows = counted(mla.len() as u64, "layer");
+    let what = format!("Kimi Linear 48B, {rows} of 1152 B rows and {} of KDA state", kda.len());
     let mut shape = CacheShape { parts: vec![PartShape::rows(Part::Latent, mla, 1, 576)] };
     shape.parts.extend(CacheShape::kda(kda, 32, 128, 4));
     Case::new("kimi", &what, &shape, ["tp=4,page=64", "tp=4,dcp=4,page=64"], tokens)
@@ -159,7 +165,12 @@ impl Times {
     }
 }
 
-fn measure(case: &Case, loopback: &Loopback, rounds: u32) -> Result<Measured, Failure> {
+fn measure(
+    case: &Case,
+    loopback: &Loopback,
+    rounds: u32,
+    under_way: &mut Rounds,
+) -> Result<Measured, Failure> {
     let fan_out = FanOut::new(case)?;
     let mut tcp = World::new(TransportKind::Tcp, case)?;
     let mut shm = World::new(TransportKind::Shm, case)?;
@@ -167,7 +178,7 @@ fn measure(case: &Case, loopback: &Loopback, rounds: u32) -> Result<Measured, Fa
     let mut subjects: [Times; 4] = Default::default();
     // The first round warms up: connections grow their windows, and the target's pages become the cache's.
     for round in 0..=rounds {
-        progress(format_args!("{}: round {round} of {rounds}", case.name));
+        under_way.begin(case.name, round);
         if round == 1 {
             [&mut copy, &mut wire, &mut sweep].into_iter().for_each(|times| *times = Times::default());
             subjects = Default::default();
@@ -212,13 +223,20 @@ fn measure(case: &Case, loopback: &Loopback, rounds: u32) -> Result<Measured, Fa
 fn show(document: &Document) {
     let Document { machine, rounds, congestion, .. } = document;
     terminal::paragraph(machine, 2);
-    let what = format!("{rounds} interleaved rounds; tcp: one stream, {congestion}, both ends here");
+    let interleaved = counted((*rounds).into(), "interleaved round");
+    let what = format!("{interleaved}; tcp: one stream, {congestion}, both ends here");
     terminal::paragraph(what, 2);
     for case in &document.cases {
         let Measured { name, what, tokens, chunk_tokens, memcpy_gb_per_s, .. } = case;
         let (mb, copy) = (case.bytes as f64 / 1e6, format!("plain memcpy {memcpy_gb_per_s:.2} GB/s"));
         terminal::paragraph(format_args!("\n{name}: {what}"), 2);
-        terminal::line(format_args!("{tokens} tokens in chunks of {chunk_tokens}, {mb:.0} MB; {copy}"));
+        let [tokens, chunk] = [*tokens, *chunk_tokens].map(terminal::number);
+        terminal::line(format_args!("{tokens} tokens in chunks of {chunk}, {mb:.0} MB; {copy}"));
+        // Of so few clock ticks that they say nothing, none are told.
+        let cpu = |per_gb: f64| match per_gb * case.bytes as f64 / 1e9 * f64::from(*rounds) {
+            spent if spent < Spent::FEW => "-".to_owned(),
+            _ => format!("{per_gb:.2}"),
+        };
         let mut table = terminal::table();
         table.set_header(["", "digests", "GB/s", "CPU\ns/GB", "ceiling", "GB/s", "CPU\ns/GB", "ratio"]);
         for way in &case.ways {
@@ -228,10 +246,10 @@ fn show(document: &Document) {
                 way.transport.clone(),
                 if way.digests { "on" } else { "off" }.to_owned(),
                 format!("{:.2}", way.gb_per_s),
-                format!("{:.2}", way.cpu_s_per_gb),
+                cpu(way.cpu_s_per_gb),
                 ceiling.to_owned(),
                 format!("{:.2}", way.ceiling_gb_per_s),
-                format!("{:.2}", way.ceiling_cpu_s_per_gb),
+                cpu(way.ceiling_cpu_s_per_gb),
                 ratio(way.ratio, way.ratio_lowest, way.ratio_highest),
             ]);
         }
@@ -241,6 +259,9 @@ fn show(document: &Document) {
             }
         }
         terminal::line(table);
+    }
+    if document.size == "small" {
+        only_works("--size small");
     }
 }
 
@@ -256,7 +277,7 @@ fn draw(document: &Document) -> String {
         name: format!("{}: {}", case.name, case.what),
         bars: case.ways.iter().map(bar).collect(),
     };
-    let note = format!("{}; medians of {} rounds", document.machine, document.rounds);
+    let note = format!("{}; {}, medians", document.machine, counted(document.rounds.into(), "round"));
     let chart = Chart {
         title: "kvferry bench transfer: rate of a hand-off as part of the ceiling in the same run",
         note: &note,

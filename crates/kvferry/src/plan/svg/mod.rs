@@ -9,8 +9,7 @@ use kvferry_plan::{LayerId, Placement, RankId};
 
 use super::answer::Answer;
 use super::request::Request;
-use super::text::number;
-use crate::failure::Failure;
+use crate::{failure::Failure, terminal::number};
 use schematic::{Band, Schematic};
 
 const COLOURS: [&str; 8] =
