@@ -18,8 +18,8 @@ use crate::{
 };
 
 /// Columns of a case's name, and of the sizes of its prompts.
-const NAME: usize = 24;
-const TOKENS: usize = 19;
+const NAME: usize = 27;
+const TOKENS: usize = 18;
 
 /// The words of the verdicts.
 const WORDS: &str = "equal: to one process, bit by bit; within 1e-4: its answers, in fast arithmetic; computed by prefill: \
@@ -251,6 +251,19 @@ impl Suite {
         } else {
             let bad = self.sections.iter().flat_map(|s| &s.cases).filter(|case| !case.good).count();
             terminal::line(styled(Look::Bad, format_args!("NOT proven: {bad} of {all} cases")));
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{super::cases, *};
+
+    #[test]
+    fn columns_are_wide_enough_for_every_case() {
+        for case in [true, false].into_iter().flat_map(cases::all).flat_map(|section| section.cases) {
+            let tokens: Vec<_> = case.lengths().map(|length| length.to_string()).collect();
+            assert!(case.name.len() < NAME && tokens.join(" ").len() < TOKENS, "{case:?}");
         }
     }
 }
