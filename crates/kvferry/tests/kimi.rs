@@ -144,3 +144,13 @@ fn only_a_model_without_positions_may_be_asked_for_longer_sequences() {
     assert_eq!(refused.code, Some(2), "{}", refused.all());
     assert!(refused.stderr.contains("--max-model-len 100000"), "{}", refused.all());
 }
+
+/// The cases count what prefill finds in its cache: these are the suite's own.
+#[test]
+fn options_that_change_what_the_cases_find_are_refused() {
+    for option in [&["--state-slots", "1"][..], &["--no-prefix-cache"]] {
+        let run = kvferry(&[&QUICK[..], option].concat());
+        assert_eq!(run.code, Some(2), "{}", run.all());
+        assert!(run.all().contains(option[0]), "{}", run.all());
+    }
+}

@@ -57,7 +57,7 @@ fn single(report: &Report, prompt: &PromptReport) -> Table {
     };
     let mut moved = |name: &str, what: String| row(name, what, "-".into());
     moved("KV moved", format!("{}, {planned}", bytes(transfer.bytes)));
-    moved("strided runs", format!("{} over {}", count(transfer.runs), report.transport));
+    moved("strided runs", format!("{} over {}", terminal::number(transfer.runs), report.transport));
     moved("first chunk to last byte", time(transfer.seconds));
     moved("wait after the prompt's end", time(transfer.exposed_seconds));
     table
@@ -91,7 +91,7 @@ fn several(report: &Report, prompts: &[PromptReport]) -> Table {
         match (&outcome.transfer, outcome.two_processes, outcome.one_process) {
             (Some(transfer), Some(two), Some(one)) => row.extend([
                 bytes(transfer.bytes),
-                count(transfer.runs),
+                terminal::number(transfer.runs),
                 time(transfer.seconds),
                 time(transfer.exposed_seconds),
                 time(two.first_token),
@@ -230,19 +230,6 @@ fn digits(value: f64) -> String {
     }
 }
 
-/// Digits in groups of three.
-fn count(n: u64) -> String {
-    let digits = n.to_string();
-    let mut out = String::new();
-    for (i, digit) in digits.chars().enumerate() {
-        if i > 0 && (digits.len() - i).is_multiple_of(3) {
-            out.push(',');
-        }
-        out.push(digit);
-    }
-    out
-}
-
 /// Tokens per second after the first one. `None` when they are too few or came too fast: times are those at which
 /// this process woke up, so that within some milliseconds they say nothing about the model.
 fn rate(times: Times, generated: usize) -> Option<String> {
@@ -267,7 +254,7 @@ mod tests {
         assert_eq!(rate(times(1.0, 2.0), 11).as_deref(), Some("10.0"));
         assert_eq!(rate(times(1.0, 2.0), 3), None);
         assert_eq!(rate(times(1.0, 1.05), 100), None);
-        assert_eq!(count(1_234_567), "1,234,567");
-        assert_eq!(count(12), "12");
+        assert_eq!(terminal::number(1_234_567), "1,234,567");
+        assert_eq!(terminal::number(12), "12");
     }
 }
