@@ -17,7 +17,7 @@ pub struct PrefixBlock {
 
 impl Placement {
     /// The unit in which prefixes can be shared. `None` when there is none: pages of different parts hold different
-    /// tokens, or pages are owned by id (KV sharding). State per request lies in slots, not in pages: whoever shares rows
+    /// tokens. With KV sharding it is one logical page, which its owner holds alone. State per request lies in slots, not in pages: whoever shares rows
     /// says where there is a state for them.
     ///
     /// ```
@@ -42,14 +42,13 @@ impl Placement {
                 return None;
             }
             let ranks = match part.tokens {
-                TokenMap::Dense => 1,
+                TokenMap::Dense | TokenMap::PageSharded { .. } => 1,
                 TokenMap::Interleaved { ranks, interleave } => {
                     // Every rank has whole turns of the deal when the rows of a block are a multiple of one turn.
                     let turn = interleave.checked_div(gcd(interleave, part.page_size))?;
                     pages = (pages / gcd(pages, turn)).checked_mul(turn)?;
                     ranks
                 }
-                TokenMap::PageSharded { .. } => return None,
             };
             let tokens = u64::from(part.page_size) * u64::from(ranks);
             if tokens == 0 || *per_page.get_or_insert(tokens) != tokens {

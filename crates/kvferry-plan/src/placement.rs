@@ -210,6 +210,43 @@ impl Placement {
         }
     }
 
+    /// Ranks over which logical pages are dealt (KV sharding): of all rows, or of none. 1 where pages are the same on
+    /// every rank.
+    ///
+    /// ```
+    /// use kvferry_plan::{CacheShape, Dtype, LayoutSpec, PageId};
+    /// let sharded = "tp=4,shard=on,page=16".parse::<LayoutSpec>()?.placement(&CacheShape::mla(2, 96), Dtype::Bf16)?;
+    /// assert_eq!(sharded.shard_ranks(), 4);
+    /// // Logical page 9 is the third page of shard rank 1.
+    /// assert_eq!((sharded.owner(PageId(9)), sharded.local_page(PageId(9))), (1, PageId(2)));
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    #[must_use]
+    pub fn shard_ranks(&self) -> u32 {
+        let mut rows = self.parts.iter().filter(|part| !part.part.is_state()).map(|part| match part.tokens {
+            TokenMap::PageSharded { ranks } => ranks.max(1),
+            TokenMap::Dense | TokenMap::Interleaved { .. } => 1,
+        });
+        let first = rows.next().unwrap_or(1);
+        if rows.all(|ranks| ranks == first) { first } else { 1 }
+    }
+
+    /// The shard rank that holds a logical page; 0 without KV sharding.
+    ///
+    /// Source: `page % ranks`.
+    #[must_use]
+    pub fn owner(&self, page: PageId) -> u32 {
+        page.0 % self.shard_ranks()
+    }
+
+    /// The number of a logical page in its owner's pool; without KV sharding its own.
+    ///
+    /// Source: `page / ranks`.
+    #[must_use]
+    pub fn local_page(&self, page: PageId) -> PageId {
+        PageId(page.0 / self.shard_ranks())
+    }
+
     /// Bytes of one row of `part` on `rank`: its heads x elements x element size.
     #[must_use]
     pub fn row_bytes(&self, shape: &PartShape, rank: RankId) -> Bytes {

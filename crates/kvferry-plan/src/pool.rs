@@ -34,13 +34,13 @@ impl Region {
 /// What a pool has room for, on every rank alike.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PoolSize {
-    /// Pages, of the placement's page size in rows each.
+    /// Pages, of the placement's page size in rows each. With KV sharding logical pages, of all ranks together.
     pub pages: u32,
     /// Slots, each for the state of one request; 0 in shapes without state.
     pub slots: u32,
 }
 
-/// The layout of one rank's arena: one generation word per page and then per slot, then one region per (layer, part).
+/// The layout of one rank's arena: one generation word per page that the rank has and then per slot, then one region per (layer, part).
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PoolLayout {
     pages: u32,
@@ -74,7 +74,17 @@ impl PoolLayout {
         Self::with_slots(shape, placement, rank, PoolSize { pages, slots: 0 })
     }
 
-    /// The pool of `rank` of this size, with slots for the state of requests.
+    /// The pool of `rank` of this size, with slots for the state of requests. With KV sharding it has its share of the
+    /// pages, rounded up.
+    ///
+    /// ```
+    /// use kvferry_plan::{CacheShape, Dtype, LayoutSpec, PoolLayout, PoolSize, RankId};
+    /// let shape = CacheShape::mla(2, 96);
+    /// let sharded = "tp=4,shard=on,page=16".parse::<LayoutSpec>()?.placement(&shape, Dtype::Bf16)?;
+    /// let pool = PoolLayout::with_slots(&shape, &sharded, RankId(3), PoolSize { pages: 12, slots: 0 })?;
+    /// assert_eq!((pool.pages(), pool.regions()[0].rows), (3, 3 * 16));
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
     ///
     /// # Errors
     /// As [`PoolLayout::new`].
@@ -88,6 +98,7 @@ impl PoolLayout {
         if rank.0 >= placement.ranks() {
             return Err(PlacementError(format!("rank {rank} of a layout with {} ranks", placement.ranks())));
         }
+        let pages = pages.div_ceil(placement.shard_ranks());
         let too_large = || PlacementError("the pool is larger than an address space".into());
         let align = |n: u64| n.checked_next_multiple_of(ALIGN).ok_or_else(too_large);
         let mut at = align((u64::from(pages) + u64::from(slots)) * 8)?;
@@ -110,7 +121,7 @@ impl PoolLayout {
         Ok(Self { pages, slots, regions, len: Bytes(at) })
     }
 
-    /// Pages of the pool.
+    /// Pages of this rank's pool.
     #[must_use]
     pub fn pages(&self) -> u32 {
         self.pages
