@@ -34,7 +34,7 @@ pub enum DecodeBatch {
 /// How an engine is laid out and how much it may hold.
 #[derive(Clone, Debug, PartialEq)]
 pub struct EngineConfig {
-    /// Ranks, page size and token placement. Axes that this engine does not have yet are refused by name.
+    /// Ranks, page size and token placement.
     pub layout: LayoutSpec,
     /// Element type of the pools, where the layout does not say.
     pub kv: Dtype,

@@ -5,8 +5,8 @@ use std::{mem::size_of, sync::Arc};
 
 use kvferry_arena::{Arena, Memory};
 use kvferry_plan::{
-    Bytes, CacheShape, Dtype, LayerId, PageTable, Part, PartLayout, Placement, PoolLayout, PoolSize, RankId,
-    SlotId, Token,
+    Bytes, CacheShape, Dtype, LayerId, PageId, PageTable, Part, PartLayout, Placement, PoolLayout, PoolSize,
+    RankId, Row, SlotId, Token, TokenMap,
 };
 
 use crate::{
@@ -41,6 +41,20 @@ impl Held {
 pub(crate) struct Pool {
     arena: Arc<Arena>,
     held: Vec<Held>,
+    /// Ranks over which logical pages are dealt, and this one's place among them.
+    shard: (u32, u32),
+}
+
+/// The pools of ranks that have the same heads of the same layers to themselves: each has some of the pages (KV
+/// sharding), or each has all (context parallelism alone). One of them is this rank's own.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Sharers<'a> {
+    own: &'a Pool,
+    pools: &'a [Pool],
+    /// The first of them, and how far the next one is.
+    first: usize,
+    step: usize,
+    count: usize,
 }
 
 /// Rows read from a pool, as `f32`; a scratch to reuse.
@@ -121,7 +135,15 @@ impl Pool {
             })
             .collect();
         let arena = Arena::new(&format!("kv-rank-{rank}"), layout)?;
-        Ok(Self { arena: Arc::new(arena), held })
+        let rows = shape.parts.iter().find(|part| part.state.is_none());
+        let class = rows.map_or(0, |part| placement.class(part.part, rank));
+        Ok(Self { arena: Arc::new(arena), held, shard: (placement.shard_ranks(), class) })
+    }
+
+    /// This rank's number of a page of the instance, if it holds it.
+    pub(crate) fn local_page(&self, page: PageId) -> Option<PageId> {
+        let (ranks, class) = self.shard;
+        (ranks == 1 || page.0 % ranks == class).then(|| PageId(page.0 / ranks))
     }
 
     /// The memory.
@@ -168,22 +190,13 @@ impl Pool {
         Ok(())
     }
 
-    /// Whether this rank holds `token`.
-    pub(crate) fn owns(&self, part: Part, token: u64) -> Result<bool, EngineError> {
+    /// Whether this rank holds `token` of a request with these pages.
+    pub(crate) fn owns(&self, part: Part, table: &PageTable, token: u64) -> Result<bool, EngineError> {
         let held = self.held(part)?;
-        Ok(held.layout.tokens.local(Token(token), held.class).is_some())
+        Ok(held.layout.row(held.class, table, Token(token)).is_some())
     }
 
-    fn offset(
-        &self,
-        (layer, part): (LayerId, Part),
-        held: &Held,
-        table: &PageTable,
-        local: u64,
-    ) -> Result<Bytes, EngineError> {
-        let row = table.row(local, held.layout.page_size).ok_or_else(|| {
-            EngineError::Pool(format!("local row {local} is past a table of {} pages", table.0.len()))
-        })?;
+    fn offset(&self, (layer, part): (LayerId, Part), row: Row) -> Result<Bytes, EngineError> {
         self.arena
             .layout()
             .region(layer, part)
@@ -201,16 +214,14 @@ impl Pool {
         narrow: &mut Narrow,
     ) -> Result<(), EngineError> {
         let held = self.held(at.1)?;
-        let local = held
-            .layout
-            .tokens
-            .local(Token(token), held.class)
-            .ok_or_else(|| EngineError::Pool(format!("token {token} belongs to another rank")))?;
+        let row = held.layout.row(held.class, table, Token(token)).ok_or_else(|| {
+            let pages = table.0.len();
+            EngineError::Pool(format!("token {token} is another rank's, or past a table of {pages} pages"))
+        })?;
         if values.len() != held.elems {
             return Err(EngineError::Pool(format!("{} elements for rows of {}", values.len(), held.elems)));
         }
-        let offset = self.offset(at, held, table, local)?;
-        self.store(held, offset, values, narrow)
+        self.store(held, self.offset(at, row)?, values, narrow)
     }
 
     fn store(
@@ -337,24 +348,74 @@ impl Pool {
         Ok(())
     }
 
-    /// Reads the first `rows` local rows, which are this rank's tokens in order.
+    /// The pool of page `k` of a request, if that page is here, and the page's first row there.
+    fn page_row(&self, held: &Held, table: &PageTable, k: usize) -> Option<Row> {
+        let page = self.local_page(*table.0.get(k)?)?;
+        Some(Row(u64::from(page.0) * u64::from(held.layout.page_size)))
+    }
+}
+
+impl<'a> Sharers<'a> {
+    /// Those of `rank`, whose pool is one of `pools`, which are in rank order.
+    pub(crate) fn of(placement: &Placement, pools: &'a [Pool], rank: RankId) -> Option<Self> {
+        let own = pools.get(rank.index())?;
+        let at = placement.coords(rank)?;
+        let (cp, tp) = (placement.cp as usize, placement.tp as usize);
+        let stage = at.stage as usize * cp * tp;
+        let (first, step, count) = if cp > 1 {
+            (stage + at.tp as usize, tp, cp)
+        } else if placement.shard_ranks() > 1 {
+            (stage, 1, tp)
+        } else {
+            (rank.index(), 1, 1)
+        };
+        Some(Self { own, pools, first, step, count })
+    }
+
+    fn all(self) -> impl Iterator<Item = &'a Pool> {
+        (0..self.count).filter_map(move |at| self.pools.get(self.first + at * self.step))
+    }
+
+    /// Stores the row of `token` wherever it is kept: where pages are dealt in this rank's pool, to which it belongs; else
+    /// in all of them.
+    pub(crate) fn write(
+        self,
+        at: (LayerId, Part),
+        table: &PageTable,
+        token: u64,
+        values: &[f32],
+        narrow: &mut Narrow,
+    ) -> Result<(), EngineError> {
+        if self.own.shard.0 > 1 {
+            return self.own.write(at, table, token, values, narrow);
+        }
+        self.all().try_for_each(|pool| pool.write(at, table, token, values, narrow))
+    }
+
+    /// Reads the first `rows` rows that this rank attends to: of its own tokens in order, and where pages are dealt
+    /// those of all, each from its owner.
     pub(crate) fn read(
-        &self,
+        self,
         at: (LayerId, Part),
         table: &PageTable,
         rows: usize,
         into: &mut RowBuffer,
     ) -> Result<(), EngineError> {
-        let held = self.held(at.1)?;
+        let held = self.own.held(at.1)?;
         let (elems, page) = (held.elems, held.layout.page_size as usize);
         (into.stride, into.rows) = (elems, rows);
         into.values.clear();
         into.values.resize((rows + 1) * elems, 0.0);
         let all = into.values.get_mut(..rows * elems).unwrap_or_default();
+        let dealt = matches!(held.layout.tokens, TokenMap::PageSharded { .. });
         for (k, values) in all.chunks_mut((page * elems).max(1)).enumerate() {
             // A page's rows lie one after the other.
-            let offset = self.offset(at, held, table, (k * page) as u64)?;
-            self.fetch(held, offset, values, &mut into.narrow)?;
+            let lies = |pool: &'a Pool| Some((pool, pool.page_row(held, table, k)?));
+            let found = if dealt { self.all().find_map(lies) } else { lies(self.own) };
+            let (pool, row) = found.ok_or_else(|| {
+                EngineError::Pool(format!("page {k} of a table of {} pages is nowhere", table.0.len()))
+            })?;
+            pool.fetch(held, pool.offset(at, row)?, values, &mut into.narrow)?;
         }
         Ok(())
     }

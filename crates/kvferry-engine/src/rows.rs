@@ -5,8 +5,8 @@ use std::{collections::HashMap, ops::Range, sync::Arc};
 
 use kvferry_arena::{Arena, Memory};
 use kvferry_plan::{
-    Bytes, CacheShape, Cast, Dtype, Generation, HeadId, LayerId, PageTable, Part, PartShape, Placement,
-    RankId, RoomKey, SlotId, Token,
+    Bytes, CacheShape, Cast, Dtype, Generation, HeadId, LayerId, PageId, PageTable, Part, PartShape,
+    Placement, RankId, RoomKey, SlotId, Token,
 };
 use serde::Serialize;
 
@@ -93,15 +93,12 @@ impl Rows {
         lease: &Lease,
         (prompt, filled): (u64, u64),
     ) -> Result<Self, EngineError> {
-        let first = arenas.first().cloned();
         let table = lease.table().clone();
-        let slot = lease.slot().zip(first.as_ref());
+        let slot = lease.slot().zip(arenas.first());
         let slot = slot.map(|(slot, arena)| Ok::<_, EngineError>((slot, arena.slot_generation(slot)?)));
-        let generations = table
-            .0
-            .iter()
-            .map(|page| first.as_ref().map_or(Ok(Generation(0)), |arena| arena.generation(*page)))
-            .collect::<Result<_, _>>()?;
+        let owners = owners(shape, placement, &arenas);
+        let generation = |page: &PageId| generation(placement, &owners, *page);
+        let generations = table.0.iter().map(generation).collect::<Result<_, _>>()?;
         Ok(Self {
             key,
             model: model.into(),
@@ -293,10 +290,7 @@ impl Rows {
         }
         let row = match self.slot {
             Some((slot, _)) if at.part.is_state() => kvferry_plan::Row(layout.slot_row(slot).0 + at.token.0),
-            _ => {
-                let local = layout.tokens.local(at.token, self.placement.class(at.part, rank))?;
-                self.table.row(local, layout.page_size)?
-            }
+            _ => layout.row(self.placement.class(at.part, rank), &self.table, at.token)?,
         };
         let region = self.arenas.get(rank.index())?.layout().region(at.layer, at.part)?;
         let len = u64::from(shape.head_elems) * layout.dtype.size().0;
@@ -307,7 +301,7 @@ impl Rows {
     fn part_rows(&self, shape: &PartShape, rank: RankId) -> Option<PartRows> {
         let layout = self.placement.part(shape.part)?;
         let class = self.placement.class(shape.part, rank);
-        let held = |token: &Token| shape.state.is_some() || layout.tokens.local(*token, class).is_some();
+        let held = |token: &Token| shape.state.is_some() || layout.row(class, &self.table, *token).is_some();
         Some(PartRows {
             part: shape.part,
             layers: self.placement.layers(shape, rank),
@@ -321,8 +315,9 @@ impl Rows {
     /// A page or slot that has changed its owner since holds another request's rows.
     fn alive(&self) -> Result<(), EngineError> {
         let Some(arena) = self.arenas.first() else { return Ok(()) };
+        let owners = owners(&self.shape, &self.placement, &self.arenas);
         for (page, then) in self.table.0.iter().zip(&self.generations) {
-            if arena.generation(*page)? != *then {
+            if generation(&self.placement, &owners, *page)? != *then {
                 return Err(EngineError::UnknownRoom(self.key));
             }
         }
@@ -333,4 +328,20 @@ impl Rows {
             _ => Ok(()),
         }
     }
+}
+
+/// By shard rank an arena of it; without KV sharding that of any rank, where all pages are.
+fn owners<'a>(shape: &CacheShape, placement: &Placement, arenas: &'a [Arc<Arena>]) -> Vec<&'a Arena> {
+    let rows = shape.parts.iter().find(|part| part.state.is_none());
+    let class = |rank| rows.map_or(0, |part| placement.class(part.part, rank));
+    let of = |owner| (0..).map(RankId).zip(arenas).find(|(rank, _)| class(*rank) == owner);
+    let owners = (0..placement.shard_ranks()).map(of);
+    owners.map_while(|found| found.map(|(_, arena)| &**arena)).collect()
+}
+
+/// The generation of a page where it is kept.
+fn generation(placement: &Placement, owners: &[&Arena], page: PageId) -> Result<Generation, EngineError> {
+    let lost = || EngineError::Pool(format!("page {page} is no rank's"));
+    let owner = owners.get(placement.owner(page) as usize).ok_or_else(lost)?;
+    Ok(owner.generation(placement.local_page(page))?)
 }

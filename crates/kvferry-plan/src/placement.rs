@@ -7,8 +7,8 @@ use serde::{Deserialize, Serialize};
 
 use crate::split::same_heads;
 use crate::{
-    Blame, Bytes, CacheShape, Dtype, LayerId, PageId, Part, PartShape, RankId, Row, SlotId, TokenMap, shard,
-    shard_replicated,
+    Blame, Bytes, CacheShape, Dtype, LayerId, PageId, PageTable, Part, PartShape, RankId, Row, SlotId, Token,
+    TokenMap, shard, shard_replicated,
 };
 
 /// Ranks of one instance; more are typing errors or hostile, not machines.
@@ -39,6 +39,28 @@ impl PartLayout {
     #[must_use]
     pub fn page(&self, row: Row) -> PageId {
         PageId(u32::try_from(row.0 / u64::from(self.page_size.max(1))).unwrap_or(u32::MAX))
+    }
+
+    /// The pool row of `token` on the ranks of a token class (see [`Placement::class`]), of a request with these pages.
+    /// `None` when another class holds it, or past the table. A point query: plans come to the same rows another way.
+    ///
+    /// ```
+    /// use kvferry_plan::{CacheShape, Dtype, LayoutSpec, PageId, PageTable, Row, Token};
+    /// let sharded = "tp=2,shard=on,page=4".parse::<LayoutSpec>()?.placement(&CacheShape::mla(1, 96), Dtype::Bf16)?;
+    /// // Token 6 lies on logical page 9, the fifth page of rank 1.
+    /// let table = PageTable([PageId(4), PageId(9)].into());
+    /// assert_eq!(sharded.parts[0].row(1, &table, Token(6)), Some(Row(4 * 4 + 2)));
+    /// assert_eq!(sharded.parts[0].row(0, &table, Token(6)), None);
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    #[must_use]
+    pub fn row(&self, class: u32, table: &PageTable, token: Token) -> Option<Row> {
+        let local = self.tokens.local(token, class)?;
+        let TokenMap::PageSharded { ranks } = self.tokens else { return table.row(local, self.page_size) };
+        let size = u64::from(self.page_size);
+        let page = table.0.get(usize::try_from(local.checked_div(size)?).ok()?)?;
+        let own = page.0.checked_rem(ranks)? == class;
+        own.then(|| Row(u64::from(page.0 / ranks).saturating_mul(size).saturating_add(local % size)))
     }
 
     /// The first pool row of a state slot; the others of its window follow.

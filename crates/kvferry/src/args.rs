@@ -185,11 +185,11 @@ pub(crate) struct DemoArgs {
     /// checkpoint.
     #[arg(long, value_name = "MODEL")]
     pub(crate) model: Option<ModelRef>,
-    /// Layout of the prefill instance: keys tp, dcp, interleave, pp, layers, ep, page, kv
+    /// Layout of the prefill instance: keys tp, dcp, interleave, pp, layers, cp, shard, ep, page, kv
     #[arg(long, value_name = "SPEC", value_parser = layout, default_value = "tp=3,page=16")]
     pub(crate) prefill: LayoutSpec,
     /// Layout of the decode instance
-    #[arg(long, value_name = "SPEC", value_parser = layout, default_value = "tp=1,page=16")]
+    #[arg(long, value_name = "SPEC", value_parser = decode_layout, default_value = "tp=1,page=16")]
     pub(crate) decode: LayoutSpec,
     /// Prompt, sent through the model's chat template if it has one; may be repeated
     #[arg(long, value_name = "TEXT")]
@@ -241,7 +241,7 @@ pub(crate) struct ServeArgs {
     /// What clients of the API call the model; its own name when left out
     #[arg(long, value_name = "NAME")]
     pub(crate) model_name: Option<String>,
-    /// Layout of the instance: keys tp, dcp, interleave, pp, layers, ep, page, kv
+    /// Layout of the instance: keys tp, dcp, interleave, pp, layers, cp, shard, ep, page, kv
     #[arg(long, value_name = "SPEC", value_parser = layout, default_value = "tp=1,page=16")]
     pub(crate) layout: LayoutSpec,
     /// Exit when standard input closes, so that a parent that dies leaves nothing behind
@@ -268,11 +268,11 @@ pub(crate) struct UpArgs {
     /// What clients of the API call the model; its own name when left out
     #[arg(long, value_name = "NAME")]
     pub(crate) model_name: Option<String>,
-    /// Layout of a prefill instance: keys tp, dcp, interleave, pp, layers, ep, page, kv; once for each instance
+    /// Layout of a prefill instance: keys tp, dcp, interleave, pp, layers, cp, shard, ep, page, kv; once for each instance
     #[arg(long, value_name = "SPEC", value_parser = layout, default_value = "tp=2,page=16")]
     pub(crate) prefill: Vec<LayoutSpec>,
     /// Layout of a decode instance; once for each instance
-    #[arg(long, value_name = "SPEC", value_parser = layout, default_value = "tp=1,page=16")]
+    #[arg(long, value_name = "SPEC", value_parser = decode_layout, default_value = "tp=1,page=16")]
     pub(crate) decode: Vec<LayoutSpec>,
     /// Print one line of JSON instead of text and table
     #[arg(long)]
@@ -543,23 +543,30 @@ pub(crate) enum RoleArg {
     Router,
 }
 
-/// A layout, if everything that it says is built.
+/// A layout.
 fn layout(text: &str) -> Result<LayoutSpec, String> {
     if text.split(',').any(|item| item.trim().is_empty()) {
         return Err("a part between commas is empty; write KEY=VALUE,..., for example tp=2,page=16".into());
     }
-    let spec: LayoutSpec = text.parse().map_err(|e: kvferry_plan::SpecError| e.to_string())?;
-    let unbuilt = match &spec {
-        LayoutSpec { cp: 2.., .. } => Some("cp"),
-        LayoutSpec { shard: true, .. } => Some("shard=on"),
-        _ => None,
+    text.parse().map_err(|e: kvferry_plan::SpecError| e.to_string())
+}
+
+/// The layout of a decode instance.
+fn decode_layout(text: &str) -> Result<LayoutSpec, String> {
+    let spec = layout(text)?;
+    decodes(&spec).map(|()| spec)
+}
+
+/// Whether an instance of this layout can decode; if not, what is to be changed.
+pub(crate) fn decodes(layout: &LayoutSpec) -> Result<(), String> {
+    let key = match layout {
+        LayoutSpec { shard: true, .. } => "shard=on",
+        LayoutSpec { cp: 2.., .. } => "cp",
+        _ => return Ok(()),
     };
-    match unbuilt {
-        None => Ok(spec),
-        Some(key) => Err(format!(
-            "`{key}` is not built yet; what works today: tp, dcp, interleave, pp, layers, ep, page, kv"
-        )),
-    }
+    Err(format!(
+        "`{key}` is for prefill; a decode instance deals tokens with dcp: leave it out, or use tp=N,dcp=N"
+    ))
 }
 
 fn address(text: &str) -> Result<SocketAddr, String> {
@@ -629,12 +636,15 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_built_is_refused_by_name() {
-        for (text, key) in [("cp=2", "`cp`"), ("tp=2,shard=on", "`shard=on`")] {
-            let error = layout(text).unwrap_err();
-            assert!(error.starts_with(&format!("{key} is not built yet")), "{text}: {error}");
+    fn what_only_prefill_can_do_is_refused_for_decode_by_name() {
+        for (text, key) in
+            [("cp=2", "`cp`"), ("cp=2,shard=on", "`shard=on`"), ("tp=2,shard=on", "`shard=on`")]
+        {
+            assert!(layout(text).is_ok());
+            let error = decode_layout(text).unwrap_err();
+            assert!(error.starts_with(&format!("{key} is for prefill")), "{text}: {error}");
         }
-        assert!(layout("tp=4,dcp=4,interleave=2,pp=3,cp=1,shard=off,ep=2,page=24,kv=fp8").is_ok());
+        assert!(decode_layout("tp=4,dcp=4,interleave=2,pp=3,cp=1,shard=off,ep=2,page=24,kv=fp8").is_ok());
         assert!(layout("tp=2,layers=0-1/2-3").is_ok());
     }
 }

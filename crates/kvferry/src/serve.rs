@@ -14,7 +14,7 @@ use tokio::signal::unix::{SignalKind, signal};
 use tokio_util::sync::CancellationToken;
 
 use crate::{
-    args::{InjectArg, RoleArg, ServeArgs, name_of},
+    args::{InjectArg, RoleArg, ServeArgs, decodes, name_of},
     failure::Failure,
     model::{self, Progress},
     terminal,
@@ -44,6 +44,10 @@ pub(crate) async fn run(args: ServeArgs) -> Result<(), Failure> {
         RoleArg::Decode => Some(Role::Decode),
         RoleArg::Mono => None,
     };
+    if args.role == RoleArg::Decode {
+        decodes(&args.layout)
+            .map_err(|reason| Failure::new(Blame::Caller, format!("--layout {}: {reason}", args.layout)))?;
+    }
     let located = model::locate(&args.model, Progress::Shown).await?;
     let engine = &args.instance.engine;
     let options = engine.load_options();

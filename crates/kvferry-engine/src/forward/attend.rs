@@ -288,7 +288,8 @@ impl Rank<'_> {
         account.clock.lap(Phase::Attention);
         if b.rows_of.replace((number, part)) != Some((number, part)) {
             let tokens = self.pool.owned(part, span.context())?;
-            account.note(&mut b.rows, |rows| self.pool.read((layer, part), &span.table, tokens, rows))??;
+            account
+                .note(&mut b.rows, |rows| self.sharers.read((layer, part), &span.table, tokens, rows))??;
         }
         Ok(())
     }

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use kvferry_plan::{PageTable, SlotId, TokenRange};
+use kvferry_plan::{PageTable, Part, Placement, SlotId, TokenMap, TokenRange};
 
 use super::space::Account;
 use crate::{
@@ -77,9 +77,48 @@ pub(super) enum Form {
     Capture,
 }
 
+/// How the tokens of a step are dealt to the ranks of context-parallel prefill: page by page. Where pages are dealt, to
+/// the rank that keeps the page, so that everybody writes at home.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Deal {
+    ranks: u32,
+    page: u64,
+    sharded: bool,
+}
+
+impl Deal {
+    /// That of a layout for rows of `part`; `None` without context parallelism.
+    pub(super) fn of(placement: &Placement, part: Part) -> Option<Self> {
+        let layout = placement.part(part).filter(|_| placement.cp > 1)?;
+        let sharded = matches!(layout.tokens, TokenMap::PageSharded { .. });
+        Some(Self { ranks: placement.cp, page: u64::from(layout.page_size).max(1), sharded })
+    }
+
+    /// The rank that computes the tokens of page `number` of a request.
+    fn rank(self, table: &PageTable, number: u64) -> u32 {
+        let entry = usize::try_from(number).ok().and_then(|number| table.0.get(number));
+        match entry.filter(|_| self.sharded) {
+            Some(page) => page.0 % self.ranks,
+            None => (number % u64::from(self.ranks)) as u32,
+        }
+    }
+
+    /// The tokens of a piece that fall to `rank`, run by run.
+    fn runs(self, piece: &Piece<'_>, rank: u32) -> impl Iterator<Item = Range<u64>> {
+        let (start, end) = (piece.start, piece.start + piece.tokens.len() as u64);
+        let table = piece.table;
+        let pages = start / self.page..end.div_ceil(self.page);
+        pages
+            .filter(move |number| self.rank(table, *number) == rank)
+            .map(move |number| (number * self.page).max(start)..((number + 1) * self.page).min(end))
+    }
+}
+
 /// Consecutive rows of one request.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Span {
+    /// Number of its piece.
+    pub(super) piece: usize,
     /// Batch rows.
     pub(super) rows: Range<usize>,
     /// Position of the first.
@@ -114,6 +153,8 @@ pub(super) struct Batch {
     pub(super) tokens: Vec<u32>,
     /// Position of each row that is not padding.
     pub(super) positions: Vec<u64>,
+    /// Of each row of a dealt step its row in the whole step.
+    pub(super) origin: Vec<usize>,
     /// Rows whose logits are computed, ascending.
     pub(super) wanted: Vec<usize>,
 }
@@ -133,26 +174,57 @@ impl Batch {
 
     /// Begins another step, of `pieces` and as much padding as makes `rows` rows.
     pub(super) fn fill(&mut self, pieces: &[Piece<'_>], form: Form, rows: usize) {
-        self.form = form;
-        self.tokens.clear();
-        self.positions.clear();
-        self.wanted.clear();
-        self.used = pieces.len();
-        self.all.resize_with(self.all.len().max(pieces.len()), Span::default);
-        for (piece, span) in pieces.iter().zip(&mut self.all) {
-            let first = self.tokens.len();
-            self.tokens.extend_from_slice(piece.tokens);
-            let end = self.tokens.len();
-            self.positions.extend(piece.start..piece.start + piece.tokens.len() as u64);
-            (span.rows, span.start, span.slot) = (first..end, piece.start, piece.slot);
-            span.table.0.clone_from(&piece.table.0);
-            span.logits = (piece.logits && end > first).then_some(self.wanted.len());
-            self.wanted.extend(span.logits.map(|_| end - 1));
+        self.begin(form);
+        for (number, piece) in pieces.iter().enumerate() {
+            self.push(number, piece, piece.start..piece.start + piece.tokens.len() as u64);
         }
         self.rows = rows.max(self.tokens.len());
         if form != Form::Eager {
             self.wanted.extend(self.tokens.len()..self.rows);
         }
+    }
+
+    /// Begins another step, of what falls to `rank` of the same pieces.
+    pub(super) fn fill_dealt(&mut self, pieces: &[Piece<'_>], deal: Deal, rank: u32) {
+        self.begin(Form::Eager);
+        let mut first = 0;
+        for (number, piece) in pieces.iter().enumerate() {
+            for run in deal.runs(piece, rank) {
+                let before = (run.start - piece.start) as usize;
+                self.origin.extend(first + before..first + before + (run.end - run.start) as usize);
+                self.push(number, piece, run);
+            }
+            first += piece.tokens.len();
+        }
+        self.rows = self.tokens.len();
+    }
+
+    fn begin(&mut self, form: Form) {
+        self.form = form;
+        self.tokens.clear();
+        self.positions.clear();
+        self.origin.clear();
+        self.wanted.clear();
+        self.used = 0;
+    }
+
+    /// Appends tokens of a piece.
+    fn push(&mut self, number: usize, piece: &Piece<'_>, run: Range<u64>) {
+        let first = self.tokens.len();
+        let place = |at: u64| (at - piece.start) as usize;
+        self.tokens.extend_from_slice(piece.tokens.get(place(run.start)..place(run.end)).unwrap_or(&[]));
+        let end = self.tokens.len();
+        self.positions.extend(run.clone());
+        if self.used == self.all.len() {
+            self.all.push(Span::default());
+        }
+        let Some(span) = self.all.get_mut(self.used) else { return };
+        self.used += 1;
+        (span.piece, span.rows, span.start, span.slot) = (number, first..end, run.start, piece.slot);
+        span.table.0.clone_from(&piece.table.0);
+        let last = place(run.end) == piece.tokens.len();
+        span.logits = (piece.logits && last && end > first).then_some(self.wanted.len());
+        self.wanted.extend(span.logits.map(|_| end - 1));
     }
 
     /// Number of rows, padding included.

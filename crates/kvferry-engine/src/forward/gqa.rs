@@ -70,10 +70,11 @@ impl Rank<'_> {
         {
             rope.rotate(k, row.position as usize);
             let table = self.table(row)?;
-            self.pool.write((layer, Part::Key), table, row.position, k, narrow)?;
-            self.pool.write((layer, Part::Value), table, row.position, v, narrow)?;
+            self.sharers.write((layer, Part::Key), table, row.position, k, narrow)?;
+            self.sharers.write((layer, Part::Value), table, row.position, v, narrow)?;
         }
         account.clock.lap(Phase::CacheWrites);
+        self.all_written(account)?;
 
         self.attend(layer, &mut b.q_by_head, attend, (account, bad))?;
         // `[heads][rows][dim]` to `[rows][heads * dim]`.

@@ -2,12 +2,12 @@
 //! step in a slot of every rank. What the tokens of a piece are taken into has the bits of one token after the other, so
 //! nothing depends on where a prompt is cut.
 
-use std::ops::Range;
+use std::{ops::Range, sync::PoisonError};
 
 use kvferry_plan::{LayerId, Part, SlotId};
 
 use super::{
-    rank::Rank,
+    rank::{Dealt, Rank, row_of},
     space::{Account, Space},
 };
 use crate::{
@@ -31,6 +31,9 @@ pub(super) struct Buffers {
     read: Vec<f32>,
     out: Vec<f32>,
     gate: Vec<f32>,
+    /// Of a step that is dealt to ranks: the inputs of all of it, and what is read for this rank's rows.
+    whole: Vec<f32>,
+    mine: Vec<f32>,
 }
 
 /// What a rank computes of a step before it comes to the state, `[rows][own channels]` unless said.
@@ -66,14 +69,77 @@ impl Rank<'_> {
         space: &mut Space,
     ) -> Result<(), RankError> {
         let Space { account, normed: x, partial, narrow, kda: b, .. } = space;
+        let heads = self.share.linear_heads.clone();
+        if heads.is_empty() {
+            return Ok(());
+        }
+        let Some(dealt) = self.dealt else {
+            self.kda_rows(layer, weights, x, (b, narrow), account)?;
+            weights.o.partial(&b.out, self.batch.rows(), heads, partial);
+            account.clock.lap(Phase::Projections);
+            return Ok(());
+        };
+        // The state takes in one token after the other, whoever has them: every rank has all, and the same state.
+        let mut whole = std::mem::take(&mut b.whole);
+        self.whole_step(&dealt, x, &mut whole, account)?;
+        let all = Rank { batch: dealt.whole, ..*self };
+        let done = all.kda_rows(layer, weights, &whole, (b, narrow), account);
+        b.whole = whole;
+        done?;
+        let width = b.out.len() / dealt.whole.rows().max(1);
+        let mine = account.cleared(&mut b.mine, self.batch.rows() * width)?;
+        for row in &self.batch.origin {
+            mine.extend_from_slice(row_of(&b.out, width, *row)?);
+        }
+        weights.o.partial(mine, self.batch.rows(), heads, partial);
+        account.clock.lap(Phase::Projections);
+        Ok(())
+    }
+
+    /// Puts the rows of all ranks in the order of the whole step.
+    fn whole_step(
+        &self,
+        dealt: &Dealt<'_>,
+        x: &mut Vec<f32>,
+        whole: &mut Vec<f32>,
+        account: &Account,
+    ) -> Result<(), RankError> {
+        let hidden = self.model.config().hidden;
+        let lost = || EngineError::Pool("a rank that has a part of a step shares with nobody".into());
+        let (group, place) = self.member.share().ok_or_else(lost)?;
+        let join = |parts: &mut [Vec<f32>], whole: &mut Vec<f32>| {
+            let whole = account.zeroed(whole, dealt.whole.rows() * hidden)?;
+            for (part, batch) in parts.iter().zip(dealt.parts) {
+                let batch = batch.read().unwrap_or_else(PoisonError::into_inner);
+                for (row, x) in batch.origin.iter().zip(part.chunks_exact(hidden)) {
+                    if let Some(to) = whole.get_mut(row * hidden..(row + 1) * hidden) {
+                        to.copy_from_slice(x);
+                    }
+                }
+            }
+            Ok(())
+        };
+        group.rows.meet(place, x, join, |all| {
+            account.cleared(whole, all.len()).map(|whole| whole.extend_from_slice(all))
+        })??;
+        account.clock.lap(Phase::Meetings);
+        Ok(())
+    }
+
+    /// What the queries of this rank's heads read, normed and gated: `[rows][own channels]` in the buffers' `out`.
+    fn kda_rows(
+        &self,
+        layer: LayerId,
+        weights: &KdaWeights,
+        x: &[f32],
+        (b, narrow): (&mut Buffers, &mut Narrow),
+        account: &Account,
+    ) -> Result<(), EngineError> {
         let config = self.model.config();
         let lost = || EngineError::Config("the model has no linear attention".into());
         let kda = config.kda.as_ref().ok_or_else(lost)?;
         let rows = self.batch.rows();
         let heads = self.share.linear_heads.clone();
-        if heads.is_empty() {
-            return Ok(());
-        }
         let columns = heads.start * kda.head_dim..heads.end * kda.head_dim;
         let width = columns.len();
         self.kda_inputs(kda, weights, x, (&mut b.inputs, narrow), account)?;
@@ -99,8 +165,6 @@ impl Rank<'_> {
         let gate = (&weights.gate_a, &weights.gate_b);
         through(gate, x, rows, columns, (&mut b.inputs.middle, &mut b.gate), account)?;
         math::gate(out, &b.gate);
-        weights.o.partial(out, rows, heads, partial);
-        account.clock.lap(Phase::Projections);
         Ok(())
     }
 

@@ -93,9 +93,11 @@ impl Rank<'_> {
             if let Some(turned) = latent.get_mut(lora..) {
                 rope.rotate(turned, row.position as usize);
             }
-            self.pool.write((layer, Part::Latent), self.table(row)?, row.position, latent, narrow)?;
+            let table = self.table(row)?;
+            self.sharers.write((layer, Part::Latent), table, row.position, latent, narrow)?;
         }
         account.clock.lap(Phase::CacheWrites);
+        self.all_written(account)?;
 
         let queries = if nope > 0 { &mut b.queries } else { &mut b.q_by_head };
         self.attend(layer, queries, attend, (account, bad))?;

@@ -31,12 +31,12 @@ use crate::{
     math::RopeTable,
     meeting::RankError,
     pages::{Lease, Retired},
-    pool::Pool,
+    pool::{Pool, Sharers},
     ranks::{Ranks, Work},
     shares::{self, Share, Totals},
 };
-use batch::{Batch, Form, Found};
-use meetings::Meetings;
+use batch::{Batch, Deal, Form, Found};
+use meetings::{Axes, Meetings};
 use space::Space;
 
 /// Rows of the largest captured shape.
@@ -72,6 +72,9 @@ struct Held {
     longest: u64,
     meetings: Meetings,
     batch: RwLock<Batch>,
+    /// In context-parallel prefill: how the step is dealt, and what falls to each rank.
+    deal: Option<Deal>,
+    parts: Vec<RwLock<Batch>>,
 }
 
 /// The shapes of steps that hold nothing but next tokens.
@@ -108,7 +111,6 @@ impl Forward {
         if config.chunk == 0 {
             return Err(EngineError::Config("chunk=0: a step computes at least 1 prompt token".into()));
         }
-        built(&config.layout)?;
         experts(&config.layout, model.config().moe.as_ref())?;
         let shape = model.shape();
         let placement = config
@@ -121,7 +123,10 @@ impl Forward {
                     .into(),
             ));
         }
-        let pages = placement.pages_for(config.pool_tokens).filter(|pages| *pages > 0).ok_or_else(|| {
+        // Every shard rank has as many.
+        let whole = |pages: u32| pages.checked_next_multiple_of(placement.shard_ranks());
+        let pages = placement.pages_for(config.pool_tokens).filter(|pages| *pages > 0).and_then(whole);
+        let pages = pages.ok_or_else(|| {
             EngineError::Config(format!(
                 "pool-tokens={}: a pool holds at least 1 token and less than 2^32 pages",
                 config.pool_tokens
@@ -142,12 +147,15 @@ impl Forward {
         let rope = model.rope(usize::try_from(longest).unwrap_or(usize::MAX));
         let rows = match config.decode_batch {
             // Nobody generates without a page, nor without a slot where there are some.
+            // A step that is dealt to ranks has no shape.
+            DecodeBatch::Fixed if placement.cp > 1 => 0,
             DecodeBatch::Fixed => MOST_ROWS.min(pages).min(if stateful { slots } else { MOST_ROWS }),
             DecodeBatch::Eager => 0,
         };
         let shapes = Shapes { most: rows as usize, captured: false };
-        let stages = u32::try_from(placement.stages.len()).unwrap_or(u32::MAX);
-        let meetings = Meetings::new(stages, placement.tp, shares::dcp(&placement));
+        let meetings = Meetings::new(Axes::of(&placement));
+        let deal = Deal::of(&placement, model.first_part());
+        let parts = if deal.is_some() { placement.cp } else { 0 };
         let seats = pools.iter().map(|_| Space::new(&model)).collect();
         let held = Arc::new(Held {
             model,
@@ -161,6 +169,8 @@ impl Forward {
             longest,
             meetings,
             batch: RwLock::default(),
+            deal,
+            parts: (0..parts).map(|_| RwLock::default()).collect(),
         });
         let ranks = Ranks::start(Arc::clone(&held), seats)?;
         let (outcomes, steps) = (Outcomes::default(), Steps::default());
@@ -175,7 +185,7 @@ impl Forward {
         &self.held.placement
     }
 
-    /// Pages of each rank's pool.
+    /// Pages that there are: of each rank's pool, or where they are dealt to ranks of all pools together.
     pub(crate) fn pages(&self) -> u32 {
         self.pages
     }
@@ -218,11 +228,14 @@ impl Forward {
         )
     }
 
-    /// Says on every rank that a page or slot has lost its owner.
+    /// Says on every rank that has it that a page or slot has lost its owner.
     pub(crate) fn retire(&self, retired: Retired) {
         for pool in &self.held.pools {
             let next = match retired {
-                Retired::Page(page) => pool.arena().next_generation(page),
+                Retired::Page(page) => match pool.local_page(page) {
+                    Some(page) => pool.arena().next_generation(page),
+                    None => continue,
+                },
                 Retired::Slot(slot) => pool.arena().next_slot_generation(slot),
             };
             // It came from an allocator of as many as the arenas have.
@@ -287,6 +300,11 @@ impl Forward {
         let mut batch = self.held.batch.write().unwrap_or_else(PoisonError::into_inner);
         batch.fill(pieces, form, shape.unwrap_or(0));
         drop(batch);
+        if let Some(deal) = self.held.deal {
+            for (rank, part) in (0..).zip(&self.held.parts) {
+                part.write().unwrap_or_else(PoisonError::into_inner).fill_dealt(pieces, deal, rank);
+            }
+        }
         if let Err(error) = self.ranks.run() {
             // A rank that panicked may have lost memory.
             self.shapes.captured = false;
@@ -299,7 +317,7 @@ impl Forward {
             }
             None => self.steps.eager += 1,
         }
-        Ok(self.outcomes())
+        Ok(self.outcomes(pieces))
     }
 
     /// Takes the memory of outcomes back.
@@ -308,30 +326,41 @@ impl Forward {
     }
 
     /// What the ranks have brought home.
-    fn outcomes(&mut self) -> Outcomes {
+    fn outcomes(&mut self, pieces: &[Piece<'_>]) -> Outcomes {
         let mut outcomes = std::mem::take(&mut self.outcomes);
-        let Outcomes { pieces, logits, vocab } = &mut outcomes;
-        let batch = self.held.batch.read().unwrap_or_else(PoisonError::into_inner);
-        pieces.clear();
-        pieces.extend(batch.spans().iter().map(|span| Found {
-            computed: TokenRange::new(span.start, span.context()),
-            logits: span.logits,
+        let Outcomes { pieces: found, logits, vocab } = &mut outcomes;
+        found.clear();
+        found.extend(pieces.iter().map(|piece| Found {
+            computed: TokenRange::new(piece.start, piece.start + piece.tokens.len() as u64),
+            logits: None,
             in_range: true,
         }));
         logits.clear();
         *vocab = self.held.model.config().vocab;
-        // Padding comes last, and its logits are nobody's.
-        let wanted = batch.spans().iter().filter(|span| span.logits.is_some()).count() * *vocab;
-        for rank in (0..self.held.placement.ranks()).map(RankId) {
-            let Some(space) = self.ranks.seat(rank) else { continue };
-            if logits.is_empty() {
-                logits.extend_from_slice(space.logits.get(..wanted).unwrap_or(&[]));
-            }
-            for (found, span) in pieces.iter_mut().zip(batch.spans()) {
+        let placement = &self.held.placement;
+        for rank in (0..placement.ranks()).map(RankId) {
+            let (Some(at), Some(space)) = (placement.coords(rank), self.ranks.seat(rank)) else { continue };
+            let batch = self.held.batch_of(at.cp).read().unwrap_or_else(PoisonError::into_inner);
+            for span in batch.spans() {
+                let Some(found) = found.get_mut(span.piece) else { continue };
                 found.in_range &= !space.bad.iter().any(|row| span.rows.contains(row));
+                // One rank of the last stage has them.
+                let row = span.logits.filter(|_| found.logits.is_none());
+                let row = row.and_then(|row| space.logits.get(row * *vocab..(row + 1) * *vocab));
+                if let Some(row) = row {
+                    found.logits = Some(logits.len() / (*vocab).max(1));
+                    logits.extend_from_slice(row);
+                }
             }
         }
         outcomes
+    }
+}
+
+impl Held {
+    /// What falls to a place in context parallelism: the whole step if there is none.
+    fn batch_of(&self, cp: u32) -> &RwLock<Batch> {
+        self.parts.get(cp as usize).unwrap_or(&self.batch)
     }
 }
 
@@ -340,17 +369,22 @@ impl Work for Held {
 
     fn run(&self, rank: RankId, space: &mut Space) -> Result<(), RankError> {
         let lost = || EngineError::Rank { rank, reason: "it has no pool".into() };
-        let (stage, tp) = self.meetings.place(rank);
+        let at = self.placement.coords(rank).ok_or_else(lost)?;
+        let whole = self.batch.read().unwrap_or_else(PoisonError::into_inner);
+        let part = self.parts.get(at.cp as usize);
+        let part = part.map(|part| part.read().unwrap_or_else(PoisonError::into_inner));
         let this = rank::Rank {
             model: &self.model,
             rope: &self.rope,
             pool: self.pools.get(rank.index()).ok_or_else(lost)?,
-            share: self.shares.get(tp).ok_or_else(lost)?,
-            batch: &self.batch.read().unwrap_or_else(PoisonError::into_inner),
+            sharers: Sharers::of(&self.placement, &self.pools, rank).ok_or_else(lost)?,
+            share: self.shares.get(at.tp as usize).ok_or_else(lost)?,
+            batch: part.as_deref().unwrap_or(&whole),
+            dealt: part.as_deref().map(|_| rank::Dealt { whole: &whole, parts: &self.parts }),
             member: self.meetings.member(rank)?,
             dcp: shares::dcp(&self.placement) as usize,
             fault: self.fault,
-            layers: self.placement.stages.get(stage).ok_or_else(lost)?,
+            layers: self.placement.stages.get(at.stage as usize).ok_or_else(lost)?,
             longest: self.longest,
         };
         space.account.clock.start(self.timed);
@@ -369,20 +403,6 @@ impl Work for Held {
     fn gather(&self) {
         self.meetings.gather();
     }
-}
-
-/// Refuses by name what a layout can say but this engine cannot do yet.
-fn built(layout: &LayoutSpec) -> Result<(), EngineError> {
-    let refuse = |key: &str, instead: &str| {
-        Err(EngineError::Layout(format!("`{key}` is not built yet in this engine; leave it out{instead}")))
-    };
-    if layout.cp != 1 {
-        return refuse("cp", ", or use dcp on the decode side");
-    }
-    if layout.shard {
-        return refuse("shard", "");
-    }
-    Ok(())
 }
 
 /// Refuses groups of experts that the ranks do not make.

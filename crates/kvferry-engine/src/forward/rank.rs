@@ -1,5 +1,7 @@
 //! One rank's way through the layers.
 
+use std::sync::RwLock;
+
 use kvferry_plan::LayerId;
 
 use super::{
@@ -12,7 +14,7 @@ use crate::{
     EngineError, Fault, Model,
     math::{Partial, RopeTable, add_assign, rms_norm},
     meeting::RankError,
-    pool::Pool,
+    pool::{Pool, Sharers},
     profile::Phase,
     shares::Share,
     weights::{AttentionWeights, Layer},
@@ -24,8 +26,12 @@ pub(super) struct Rank<'a> {
     pub(super) model: &'a Model,
     pub(super) rope: &'a RopeTable,
     pub(super) pool: &'a Pool,
+    pub(super) sharers: Sharers<'a>,
     pub(super) share: &'a Share,
+    /// What this rank computes of the step.
     pub(super) batch: &'a Batch,
+    /// Where it is a part of the step.
+    pub(super) dealt: Option<Dealt<'a>>,
     pub(super) member: Member<'a>,
     pub(super) dcp: usize,
     pub(super) fault: Option<Fault>,
@@ -33,6 +39,14 @@ pub(super) struct Rank<'a> {
     pub(super) layers: &'a [LayerId],
     /// Tokens of the longest sequence.
     pub(super) longest: u64,
+}
+
+/// A step that is dealt to the ranks of context-parallel prefill.
+#[derive(Clone, Copy)]
+pub(super) struct Dealt<'a> {
+    pub(super) whole: &'a Batch,
+    /// By rank.
+    pub(super) parts: &'a [RwLock<Batch>],
 }
 
 impl Rank<'_> {
@@ -171,7 +185,16 @@ impl Rank<'_> {
         Ok(())
     }
 
-    /// Finds the rows whose tokens' cache this rank keeps, and their part of `x`.
+    /// Waits until all have written their rows of a layer that this rank may read.
+    pub(super) fn all_written(&self, account: &Account) -> Result<(), RankError> {
+        if let Some((group, place)) = self.member.share() {
+            group.written.meet(place, &mut (), |_, ()| Ok(()), |()| ())?;
+            account.clock.lap(Phase::Meetings);
+        }
+        Ok(())
+    }
+
+    /// Finds the rows whose tokens' cache this rank computes, and their part of `x`.
     pub(super) fn own_rows(
         &self,
         x: &[f32],
@@ -185,7 +208,7 @@ impl Rank<'_> {
         account.cleared(&mut own.x, self.batch.rows() * hidden)?;
         for (number, span) in self.batch.spans().iter().enumerate() {
             for (row, position) in span.rows.clone().zip(span.start..) {
-                if self.pool.owns(part, position)? {
+                if self.pool.owns(part, &span.table, position)? {
                     own.rows.push(OwnRow { span: number, position });
                     own.x.extend_from_slice(row_of(x, hidden, row)?);
                 }
@@ -194,7 +217,7 @@ impl Rank<'_> {
         let last =
             self.batch.spans().len().checked_sub(1).filter(|_| self.fault == Some(Fault::PaddingWrites));
         if let Some(span) = last
-            && self.pool.owns(part, 0)?
+            && self.pool.owns(part, &self.batch.spans()[span].table, 0)?
         {
             for row in self.batch.tokens.len()..self.batch.rows() {
                 own.rows.push(OwnRow { span, position: 0 });
@@ -205,7 +228,7 @@ impl Rank<'_> {
     }
 }
 
-/// A row whose cache this rank keeps.
+/// A row whose cache this rank computes.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct OwnRow {
     /// Number of its span.

@@ -291,8 +291,49 @@ fn any_layout() -> impl Strategy<Value = String> {
     })
 }
 
+/// Of context-parallel prefill, or with dealt pages, or both.
+fn any_prefill_layout(latent: bool) -> impl Strategy<Value = String> {
+    let page = prop_oneof![Just(1_u32), Just(5), Just(16), Just(24), Just(64)];
+    let stages = prop_oneof![3 => Just(""), 1 => Just(",pp=2"), 1 => Just(",layers=0/1-LAST")];
+    let cp = prop_oneof![1 => Just(1_u32), 2 => Just(2), 1 => Just(3), 1 => Just(4)];
+    (cp, 1_u32..4, any::<bool>(), 1_u32..3, stages, page).prop_map(
+        move |(cp, tp, shard, dcp, stages, page)| {
+            let dealt = match (shard && (latent || cp > 1), dcp) {
+                (true, _) => ",shard=on".to_owned(),
+                (false, 1) => String::new(),
+                (false, _) => format!(",dcp={dcp},interleave=3"),
+            };
+            let tp = if dealt.contains("dcp") { tp * dcp } else { tp };
+            format!("tp={tp},cp={cp}{dealt}{stages},page={page}")
+        },
+    )
+}
+
 proptest! {
     #![proptest_config(ProptestConfig { cases: 24, ..ProptestConfig::default() })]
+
+    /// As below, whoever computes which token, and whoever keeps which page.
+    #[test]
+    fn canonical_bits_do_not_depend_on_who_computes_and_keeps_a_page(
+        (which, layout) in proptest::sample::select((0..MODELS.len()).collect::<Vec<_>>())
+            .prop_flat_map(|which| {
+                let latent = MODELS[which].1 == Attention::Mla || which >= 4;
+                (Just(which), any_prefill_layout(latent))
+            }),
+        kv in prop_oneof![Just(Dtype::F32), Just(Dtype::Bf16), Just(Dtype::Fp8E4m3)],
+        length in 1_usize..150, chunk in 1_usize..100,
+        others in proptest::collection::vec(1_usize..30, 0..3), seed: u64,
+    ) {
+        let (name, attention) = MODELS[which];
+        let model = model(name, attention, Arith::Canonical);
+        let layout = layout.replace("LAST", &(model.config().layers - 1).to_string());
+        let first = prompt(length, seed);
+        let others: Vec<Vec<u32>> =
+            others.iter().enumerate().map(|(i, l)| prompt(*l, seed ^ (i as u64 + 1))).collect();
+        let reference = trace(&model, "tp=1,page=16", kv, length, &first, &[]);
+        let other = trace(&model, &layout, kv, chunk, &first, &others);
+        same_bits(&reference, &other, &layout);
+    }
 
     /// Logits and cache have the bits of one rank, one chunk and no neighbours.
     #[test]
@@ -330,6 +371,11 @@ fn canonical_bits_do_not_depend_on_the_layout_at_length_2100() {
         ("kimi_linear_tiny", Attention::Gqa, Dtype::Bf16, "tp=6,dcp=3,ep=2,page=64", 511),
         ("llama_tiny", Attention::Mla, Dtype::Fp8E4m3, "tp=2,layers=0-2/3,page=64", 640),
         ("kimi_linear_tiny", Attention::Gqa, Dtype::Fp8E4m3, "tp=4,dcp=4,ep=4,layers=0-3/4-7,page=64", 700),
+        ("llama_tiny", Attention::Gqa, Dtype::F32, "cp=4,shard=on,page=24", 700),
+        ("llama_tiny", Attention::Mla, Dtype::Bf16, "tp=4,shard=on,page=64", 511),
+        ("deepseek_v3_tiny", Attention::Gqa, Dtype::F32, "tp=2,cp=2,page=64", 700),
+        ("kimi_linear_tiny", Attention::Gqa, Dtype::Fp8E4m3, "tp=2,ep=2,shard=on,page=64", 640),
+        ("kimi_linear_tiny", Attention::Gqa, Dtype::Bf16, "tp=2,cp=2,shard=on,layers=0-3/4-7,page=64", 700),
     ] {
         let model = model(name, attention, Arith::Canonical);
         let reference = trace(&model, "tp=1,page=16", kv, long.len(), &long, &[]);
@@ -366,9 +412,14 @@ fn fast_logprobs_agree_over_layouts() {
         };
         let reference = logprobs("tp=1", 200);
         let mut largest = 0.0_f32;
-        for (layout, chunk) in
-            [("tp=2", 64), ("tp=5,pp=3,page=7", 200), ("tp=4,dcp=4", 33), ("tp=6,dcp=2,page=24", 64)]
-        {
+        for (layout, chunk) in [
+            ("tp=2", 64),
+            ("tp=5,pp=3,page=7", 200),
+            ("tp=4,dcp=4", 33),
+            ("tp=6,dcp=2,page=24", 64),
+            ("cp=3,page=7", 200),
+            ("tp=2,cp=2,shard=on,page=16", 64),
+        ] {
             let difference = largest_difference(&logprobs(layout, chunk), &reference);
             assert!(difference < 1e-4, "{layout}: {difference}");
             largest = largest.max(difference);
