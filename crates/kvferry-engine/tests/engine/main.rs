@@ -364,7 +364,7 @@ fn bad_requests_and_layouts_are_refused_by_name() {
         ("pp=5", "pp may be 1 to 4"),
         ("layers=0-1/3-3", "layer 2 is in no stage"),
         ("layers=2-3/0-1", "in the order of their layers"),
-        ("cp=2", "`cp`"),
+        ("tp=2,shard=on", "needs latent rows"),
         ("ep=2", "no experts"),
     ] {
         let error = Engine::start(Arc::clone(&model), &config(layout), Arc::new(NoHandOff)).unwrap_err();
