@@ -125,6 +125,10 @@ pub struct EngineStats {
     /// needed.
     #[serde(skip)]
     pub workspace_bytes: u64,
+    /// With KV sharding, the part of a rank's workspace in which it puts the rows of all ranks together, one part of a layer
+    /// at a time: taken at the start, for the longest sequence that is served. In bytes; else 0.
+    #[serde(skip)]
+    pub scratch_bytes: u64,
 }
 
 /// A running engine. Dropping it ends the scheduler; requests that are under way fail with

@@ -542,6 +542,7 @@ impl Scheduler {
             steps_eager: steps.eager,
             rows_padding: steps.padding,
             workspace_bytes: self.forward.workspace() as u64,
+            scratch_bytes: self.forward.scratch() as u64,
         };
         *self.stats.lock().unwrap_or_else(PoisonError::into_inner) = stats;
     }

@@ -15,7 +15,7 @@ use crate::{
     EngineError, Fault, Model,
     math::{Arith, AttentionSums, KeyPanels, Scores, ValueRows, merge_lse, merge_max},
     meeting::RankError,
-    pool::RowBuffer,
+    pool::{Pool, RowBuffer},
     profile::Phase,
 };
 
@@ -130,6 +130,21 @@ impl Buffers {
         self.rows.bytes() + keys + values + self.scores.bytes() + self.sums.bytes() + lists + plan
     }
 
+    /// Takes the memory in which the rows of one part of a layer are put together, for sequences of `tokens` tokens;
+    /// returns its bytes.
+    pub(super) fn assemble(
+        &mut self,
+        kv: &Kv,
+        pool: &Pool,
+        tokens: usize,
+        account: &Account,
+    ) -> Result<usize, EngineError> {
+        for part in [kv.key, kv.value] {
+            account.note(&mut self.rows, |rows| pool.reserve(part, tokens, rows))??;
+        }
+        Ok(self.rows.bytes())
+    }
+
     /// What is loaded is of another layer.
     fn forget(&mut self) {
         (self.rows_of, self.keys.span, self.values.span) = (None, None, None);
@@ -199,9 +214,7 @@ impl Rank<'_> {
         whole(&mut b.attended)?;
         self.member.group().sums.prepare(whole)?;
         self.member.group().weighted.prepare(whole)?;
-        for part in [kv.key, kv.value] {
-            account.note(&mut b.rows, |buffer| self.pool.reserve(part, tokens, buffer))??;
-        }
+        b.assemble(kv, self.pool, tokens, account)?;
         account.note(&mut b.keys.heads, |heads| heads.resize_with(kv_heads, KeyPanels::default))?;
         for keys in &mut b.keys.heads {
             account.note(keys, |keys| keys.reserve(tokens, kv.key_dim))?;

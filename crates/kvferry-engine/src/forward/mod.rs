@@ -35,6 +35,7 @@ use crate::{
     ranks::{Ranks, Work},
     shares::{self, Share, Totals},
 };
+use attend::Kv;
 use batch::{Batch, Deal, Form, Found};
 use meetings::{Axes, Meetings};
 use space::Space;
@@ -47,6 +48,7 @@ pub(crate) struct Forward {
     shape: CacheShape,
     pages: u32,
     slots: u32,
+    scratch: usize,
     held: Arc<Held>,
     ranks: Ranks<Held>,
     /// Memory of the last step's outcomes, for those of the next.
@@ -156,7 +158,15 @@ impl Forward {
         let meetings = Meetings::new(Axes::of(&placement));
         let deal = Deal::of(&placement, model.first_part());
         let parts = if deal.is_some() { placement.cp } else { 0 };
-        let seats = pools.iter().map(|_| Space::new(&model)).collect();
+        let mut seats: Vec<Space> = pools.iter().map(|_| Space::new(&model)).collect();
+        let mut scratch = 0;
+        if placement.shard_ranks() > 1 {
+            // Known and taken now: a rank has to read what is another's, whatever else there is memory for.
+            let tokens = usize::try_from(longest).unwrap_or(usize::MAX);
+            for (Space { attend, account, .. }, pool) in seats.iter_mut().zip(&pools) {
+                scratch = attend.assemble(&Kv::of(&model), pool, tokens, account)?.max(scratch);
+            }
+        }
         let held = Arc::new(Held {
             model,
             rope,
@@ -174,7 +184,7 @@ impl Forward {
         });
         let ranks = Ranks::start(Arc::clone(&held), seats)?;
         let (outcomes, steps) = (Outcomes::default(), Steps::default());
-        Ok(Self { shape, pages, slots, held, ranks, outcomes, shapes, steps })
+        Ok(Self { shape, pages, slots, scratch, held, ranks, outcomes, shapes, steps })
     }
 
     pub(crate) fn shape(&self) -> &CacheShape {
@@ -260,6 +270,12 @@ impl Forward {
     pub(crate) fn workspace(&self) -> usize {
         let spaces = (0..self.held.placement.ranks()).filter_map(|rank| self.ranks.seat(RankId(rank)));
         spaces.map(|space| space.account.bytes()).sum()
+    }
+
+    /// What of a rank's workspace is for the rows of pages that are dealt, one part of a layer at a time, in bytes; 0 without
+    /// KV sharding.
+    pub(crate) fn scratch(&self) -> usize {
+        self.scratch
     }
 
     /// Takes all memory of the captured shapes, on the threads that will use it: by a step of nothing but padding, as
