@@ -10,6 +10,7 @@ mod prompts;
 mod reference;
 mod report;
 mod show;
+mod suite;
 mod table;
 
 use std::{process::ExitCode, slice, sync::Arc};

@@ -114,6 +114,19 @@ pub(super) fn by_ids(vocab: usize, count: usize) -> Prompt {
     Prompt { label: summary(&ids), ids }
 }
 
+/// `count` ids of a vocabulary without a period, others with each `seed`: attention without positions would not notice rows
+/// that are exchanged with equal ones.
+pub(super) fn noise(vocab: u32, count: usize, seed: u64) -> Prompt {
+    let ids = (1..=count as u64).map(|at| {
+        // The finisher of SplitMix64.
+        let mut z = (at + (seed << 32)).wrapping_mul(0x9E37_79B9_7F4A_7C15);
+        z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
+        (z >> 33) as u32 % vocab.max(1)
+    });
+    Prompt { label: format!("{count} tokens"), ids: ids.collect() }
+}
+
 fn summary(ids: &[u32]) -> String {
     let first: Vec<_> = ids.iter().take(8).map(u32::to_string).collect();
     let more = if ids.len() > first.len() { " ..." } else { "" };
@@ -146,5 +159,21 @@ impl From<kvferry_server::Problem> for Failure {
 impl From<std::io::Error> for Failure {
     fn from(error: std::io::Error) -> Self {
         Self::new(Blame::Environment, error)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn noise_has_no_short_period_and_every_seed_its_own() {
+        let [ids, others] = [0, 1].map(|seed| noise(256, 3000, seed).ids);
+        assert!(ids.iter().all(|id| *id < 256));
+        let same = |a: &[u32], b: &[u32]| a.iter().zip(b).filter(|(a, b)| a == b).count();
+        for period in 1..600 {
+            assert!(same(&ids, &ids[period..]) < 100, "{period}");
+        }
+        assert!(same(&ids, &others) < 100);
     }
 }

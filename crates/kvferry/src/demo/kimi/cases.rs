@@ -3,20 +3,21 @@
 use kvferry_engine::checkpoint::Embedded;
 use kvferry_plan::Dtype;
 
-use super::needles;
 use crate::{
     args::{ArithArg, DecodeBatchArg, InjectArg, name_of},
-    demo::prompts::Prompt,
+    demo::{
+        prompts,
+        suite::{
+            Asked,
+            needles::{self, LONG, SHORT},
+        },
+    },
 };
 
 /// Prompt tokens in a step where many steps are wanted: no multiple of a page, and no page is one of it.
-pub(super) const SMALL: u32 = 48;
+const SMALL: u32 = 48;
 /// Prompt tokens in a step where a step is long.
-pub(super) const LARGE: u32 = 8192;
-
-/// Bytes of the text that needles lie in: whole pages, and in `--quick` few.
-pub(super) const LONG: usize = 32_768;
-pub(super) const SHORT: usize = 896;
+const LARGE: u32 = 8192;
 
 /// Tokens of an answer: every rank is dealt at least one.
 const BRIEF: u32 = 6;
@@ -42,16 +43,6 @@ pub(super) struct Case {
     pub(super) name: String,
     pub(super) how: How,
     pub(super) asked: Vec<Asked>,
-}
-
-/// A prompt, and what is right.
-#[derive(Clone, Debug)]
-pub(super) struct Asked {
-    pub(super) prompt: Prompt,
-    /// It is what one process answers, and also begins so where that is known.
-    pub(super) answer: Option<Vec<u32>>,
-    /// Tokens that prefill has from an earlier prompt and does not compute.
-    pub(super) cached: u64,
 }
 
 /// Cases on the same instances.
@@ -86,8 +77,7 @@ impl Section {
 
 impl Case {
     fn new(name: &str, how: How, model: Embedded, lengths: &[usize]) -> Self {
-        let asked =
-            lengths.iter().map(|length| Asked { prompt: noise(model, *length), answer: None, cached: 0 });
+        let asked = lengths.iter().map(|length| Asked::new(prompts::noise(vocabulary(model), *length, 0)));
         Self { name: name.to_owned(), how, asked: asked.collect() }
     }
 
@@ -127,17 +117,22 @@ pub(super) fn all(quick: bool) -> Vec<Section> {
             }
         }
     }
-    let (length, chunk) = if quick { (SHORT, SMALL) } else { (LONG, LARGE) };
-    sections.extend(narrow.map(|(arith, kv)| Section {
-        model: Embedded::NeedleKimi,
-        kv,
-        arith,
-        chunk,
-        form: DecodeBatchArg::Fixed,
-        answer: BRIEF,
-        prefixes: true,
-        fault: None,
-        cases: needles::cases(length, chunk as usize),
+    let scale = if quick { SHORT } else { LONG };
+    sections.extend(narrow.map(|(arith, kv)| {
+        Section {
+            model: Embedded::NeedleKimi,
+            kv,
+            arith,
+            chunk: scale.chunk,
+            form: DecodeBatchArg::Fixed,
+            answer: BRIEF,
+            prefixes: true,
+            fault: None,
+            cases: needles::all(scale)
+                .into_iter()
+                .map(|(name, asked)| Case { name, how: How::InTurn, asked: vec![asked] })
+                .collect(),
+        }
     }));
     sections.extend(controls());
     sections
@@ -192,20 +187,8 @@ fn controls() -> Vec<Section> {
     .into()
 }
 
-/// `length` tokens without a period: attention without positions would not notice rows that are exchanged with equal
-/// ones.
-fn noise(model: Embedded, length: usize) -> Prompt {
-    let vocab: u32 = if model == Embedded::NeedleKimi { 256 } else { 512 };
-    let ids: Vec<u32> = (0..length as u64)
-        .map(|at| {
-            // The finisher of SplitMix64.
-            let mut z = (at + 1).wrapping_mul(0x9E37_79B9_7F4A_7C15);
-            z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
-            z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
-            (z >> 33) as u32 % vocab
-        })
-        .collect();
-    Prompt { label: format!("{length} tokens"), ids }
+fn vocabulary(model: Embedded) -> u32 {
+    if model == Embedded::NeedleKimi { 256 } else { 512 }
 }
 
 #[cfg(test)]
@@ -213,15 +196,9 @@ mod tests {
     use super::*;
 
     #[test]
-    fn noise_is_inside_the_vocabulary_and_has_no_short_period() {
+    fn prompts_are_inside_the_vocabulary() {
         for model in [Embedded::KimiLinearTiny, Embedded::NeedleKimi] {
-            let vocab = model.open().unwrap().config().vocab as u32;
-            let ids = noise(model, 3000).ids;
-            assert!(ids.iter().all(|id| *id < vocab));
-            for period in 1..600 {
-                let same = ids.iter().zip(&ids[period..]).filter(|(a, b)| a == b).count();
-                assert!(same < 100, "{period}: {same}");
-            }
+            assert_eq!(model.open().unwrap().config().vocab, vocabulary(model) as usize);
         }
     }
 

@@ -17,7 +17,6 @@ use kvferry_server::{
     DecodeRecord, DecodeRequest, InstanceClient, PrefillRequest, Problem, SamplingSpec, Stage, mint_room,
 };
 use kvferry_session::Prompt as Digest;
-use serde::Serialize;
 
 use super::cases::Section;
 use crate::{
@@ -26,6 +25,7 @@ use crate::{
         cluster::{Fleet, Handle},
         prompts::Prompt,
         report::Finding,
+        suite::report::Refused,
     },
     failure::Failure,
     model::Located,
@@ -48,14 +48,6 @@ enum Side {
     Instance(InstanceClient),
     /// No instance can be started so; this one only says that it is.
     Node(Arc<Node>),
-}
-
-/// One that was refused as it has to be.
-#[derive(Debug, Serialize)]
-pub(super) struct Refused {
-    what: &'static str,
-    /// From the request until both ends were told.
-    pub(super) seconds: f64,
 }
 
 impl Misfit {
@@ -106,7 +98,7 @@ impl Misfit {
             let late = format!("both ends were told only after {:.1} s", took.as_secs_f64());
             return Err(Finding::refused_otherwise(self.what, &late));
         }
-        Ok(Refused { what: self.what, seconds: took.as_secs_f64() })
+        Ok(Refused { what: self.what.into(), seconds: took.as_secs_f64() })
     }
 
     async fn decode(&self, key: RoomKey, prefill: &Handle, prompt: &Prompt) -> Result<(), Problem> {

@@ -4,39 +4,34 @@
 
 mod cases;
 mod misfits;
-mod needles;
 mod report;
 
-use std::{
-    collections::{HashMap, hash_map::Entry},
-    process::ExitCode,
-    sync::Arc,
-};
+use std::process::ExitCode;
 
 use futures_util::future::join_all;
 use indicatif::ProgressBar;
-use kvferry_engine::Model;
-use kvferry_plan::{Blame, LayoutSpec};
+use kvferry_plan::Blame;
 use kvferry_server::Compute;
 use tokio::sync::oneshot;
 
 use super::{
     cluster::{Fleet, Handle, Side},
-    disaggregated,
-    prompts::Prompt,
-    reference::{Answer, Plan},
+    reference::Plan,
     report::{Finding, Outcome},
+    suite::{
+        Answers, Judge, layout,
+        report::{CaseReport, Refused},
+    },
 };
 use crate::{
     args::{DemoArgs, EngineArgs},
     failure::Failure,
     model::{Located, Progress},
-    serve::blocking,
     terminal,
 };
-use cases::{Asked, Case, How, Section};
-use misfits::{Misfit, Refused};
-use report::{CaseReport, Suite};
+use cases::{Case, How, Section};
+use misfits::Misfit;
+use report::Suite;
 
 /// Layouts of the two sides.
 const PREFILL: &str = "tp=4,ep=4,page=64";
@@ -101,10 +96,6 @@ fn section_args(section: &Section, args: &DemoArgs) -> Result<DemoArgs, Failure>
     Ok(args)
 }
 
-fn layout(text: &str) -> Result<LayoutSpec, Failure> {
-    text.parse().map_err(|e: kvferry_plan::SpecError| Failure::new(Blame::Us, e))
-}
-
 /// Runs the cases of a section on fresh instances.
 async fn run_section(
     section: &Section,
@@ -134,57 +125,40 @@ async fn run_section(
         Some(fits) => Misfit::all(&mut fleet, section, &args, (&single, fits)).await?,
         None => Vec::new(),
     };
-    let answers = answers(section, &args, &plan).await?;
+    // It is asked in another order than prefill, which thus goes on from what was computed before in some of the cases in
+    // which this process computes all, and the other way around.
+    let asked = section.cases.iter().rev().flat_map(|case| &case.asked);
+    let prompts = asked.map(|asked| asked.prompt.clone()).collect();
+    let answers = Answers::of(prompts, &located, &args, &plan).await?;
     let (decodes, misfits) = (decodes.as_slice(), misfits.as_slice());
-    let world = World { args: &args, plan: &plan, prefill, decodes, misfits, answers: &answers };
+    let judge = Judge { args: &args, plan: &plan, answers: &answers };
+    let world = World { judge, prefill, decodes, misfits };
     let mut reports = Vec::with_capacity(section.cases.len());
     for case in &section.cases {
         let (outcomes, refused) = world.case(case).await;
-        reports.push(CaseReport::new(case, section.fault, outcomes, refused));
+        let lengths = case.lengths().collect();
+        reports.push(CaseReport::new(&case.name, lengths, section.fault, &outcomes, refused));
         bar.inc(1);
     }
     let compute = match decodes.first() {
         Some(dealt) => dealt.client.health().await.map(|health| health.compute).unwrap_or_default(),
         None => Compute::default(),
     };
-    if let Some(last) = reports.last_mut().filter(|_| section.fault.is_none()) {
-        last.form(section.form, compute);
+    if let Some(last) = reports.last_mut().filter(|_| section.fault.is_none())
+        && let Some(wrong) = report::wrong_form(section.form, compute)
+    {
+        last.find(wrong);
     }
     fleet.stop().await;
     Ok((reports, compute))
 }
 
-/// What one process answers to each prompt. It is asked in another order than prefill, which thus goes on from what was
-/// computed before in some of the cases in which this process computes all, and the other way around.
-async fn answers(section: &Section, args: &DemoArgs, plan: &Plan) -> Result<Answers, Failure> {
-    let asked = section.cases.iter().rev().flat_map(|case| &case.asked);
-    let prompts: Vec<Prompt> = asked.map(|asked| asked.prompt.clone()).collect();
-    let (options, plan, model) = (args.engine.load_options(), plan.clone(), section.model);
-    blocking(move || {
-        let model: Arc<Model> = Model::from_checkpoint(&model.open()?, options)?;
-        let reference = plan.start(&model)?;
-        let mut answers = Answers::new();
-        for prompt in prompts {
-            if let Entry::Vacant(vacant) = answers.entry(prompt.ids.clone()) {
-                vacant.insert(reference.run(&prompt, |_| ())?);
-            }
-        }
-        Ok(answers)
-    })
-    .await
-}
-
-/// By the ids of the prompt.
-type Answers = HashMap<Vec<u32>, Answer>;
-
 /// The instances of a section and what is right.
 struct World<'a> {
-    args: &'a DemoArgs,
-    plan: &'a Plan,
+    judge: Judge<'a>,
     prefill: &'a Handle,
     decodes: &'a [Handle],
     misfits: &'a [Misfit],
-    answers: &'a Answers,
 }
 
 impl World<'_> {
@@ -193,18 +167,10 @@ impl World<'_> {
         let Some(dealt) = self.decodes.first() else {
             return (vec![Outcome::failed(Finding::no_reference())], Vec::new());
         };
+        let pair = (self.prefill, dealt);
         match case.how {
-            How::InTurn => {
-                let mut outcomes = Vec::new();
-                for asked in &case.asked {
-                    outcomes.push(self.hand_over(asked, dealt, || ()).await);
-                }
-                (outcomes, Vec::new())
-            }
-            How::AtOnce => {
-                let all = case.asked.iter().map(|asked| self.hand_over(asked, dealt, || ()));
-                (join_all(all).await, Vec::new())
-            }
+            How::InTurn => (self.judge.in_turn(&case.asked, pair).await, Vec::new()),
+            How::AtOnce => (self.judge.at_once(&case.asked, pair).await, Vec::new()),
             How::Joining => {
                 let mut before: Option<oneshot::Receiver<()>> = None;
                 let each = case.asked.iter().map(|asked| {
@@ -220,19 +186,20 @@ impl World<'_> {
                             // Nobody waits for the last one.
                             let _ = tell.take().map(|tell| tell.send(()));
                         };
-                        self.hand_over(asked, dealt, on_token).await
+                        self.judge.hand_over(asked, pair, on_token).await
                     }
                 });
                 let each: Vec<_> = each.collect();
                 (join_all(each).await, Vec::new())
             }
             How::Several => {
-                let each = |decode| case.asked.iter().map(move |asked| self.hand_over(asked, decode, || ()));
+                let each = |decode| self.judge.at_once(&case.asked, (self.prefill, decode));
                 let tried = self.misfits.iter().flat_map(|misfit| {
                     case.asked.iter().map(|asked| misfit.refused(self.prefill, &asked.prompt))
                 });
-                let (mut outcomes, tried) =
-                    tokio::join!(join_all(self.decodes.iter().flat_map(each)), join_all(tried));
+                let (outcomes, tried) =
+                    tokio::join!(join_all(self.decodes.iter().map(each)), join_all(tried));
+                let mut outcomes = outcomes.concat();
                 let (mut refused, mut findings) = (Vec::new(), Vec::new());
                 tried.into_iter().for_each(|tried| match tried {
                     Ok(one) => refused.push(one),
@@ -241,22 +208,6 @@ impl World<'_> {
                 outcomes.extend(findings.into_iter().map(Outcome::failed));
                 (outcomes, refused)
             }
-        }
-    }
-
-    async fn hand_over(&self, asked: &Asked, decode: &Handle, mut on_token: impl FnMut()) -> Outcome {
-        let pair = (self.prefill, decode);
-        let run = match disaggregated::run(pair, &asked.prompt, self.args, |_| on_token()).await {
-            Ok(run) => run,
-            Err(problem) => return Outcome::failed(Finding::hand_off(&problem)),
-        };
-        let Some(answer) = self.answers.get(&asked.prompt.ids) else {
-            return Outcome::failed(Finding::no_reference());
-        };
-        let outcome = Outcome::compare(self.plan, &run, answer).cached(asked.cached);
-        match &asked.answer {
-            Some(known) => outcome.knowing(known),
-            None => outcome,
         }
     }
 }

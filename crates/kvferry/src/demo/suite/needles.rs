@@ -2,8 +2,19 @@
 //! ` The code of NAME is DIGITS. `, and in the state after the bytes `02 K X`. Prefill reads the text once; each question
 //! about it goes on from there, and over whole.
 
-use super::cases::{Asked, Case, How};
+use super::Asked;
 use crate::demo::prompts::Prompt;
+
+/// How long a text is, and how many tokens of it are computed in a step.
+#[derive(Clone, Copy, Debug)]
+pub(in crate::demo) struct Scale {
+    pub(in crate::demo) tokens: usize,
+    pub(in crate::demo) chunk: u32,
+}
+
+/// Few long steps, and many short ones. Both texts are whole pages.
+pub(in crate::demo) const LONG: Scale = Scale { tokens: 32_768, chunk: 8192 };
+pub(in crate::demo) const SHORT: Scale = Scale { tokens: 896, chunk: 48 };
 
 /// Ranks of decode, which are dealt the tokens one by one.
 const RANKS: usize = 4;
@@ -42,19 +53,14 @@ const ON_RANK: [Fact; RANKS] = [
     Fact { name: "oscar", digits: "5" },
 ];
 
-/// The text of `length` tokens alone, and one case for each needle, whose question comes behind the text. `chunk` tokens
-/// are computed in a step.
-pub(super) fn cases(length: usize, chunk: usize) -> Vec<Case> {
-    let text = text(length, chunk);
+/// The text alone, and with the question about each needle behind it, by name.
+pub(in crate::demo) fn all(scale: Scale) -> Vec<(String, Asked)> {
+    let text = text(scale);
     let case = |name: &str, tail: &[u8], answer: Option<&[u8]>| {
         let ids = |bytes: &[u8]| bytes.iter().map(|byte| u32::from(*byte)).collect::<Vec<_>>();
         let prompt = Prompt { label: name.to_owned(), ids: ids(&[&text, tail].concat()) };
         let cached = if tail.is_empty() { 0 } else { text.len() as u64 };
-        Case {
-            name: name.to_owned(),
-            how: How::InTurn,
-            asked: vec![Asked { prompt, answer: answer.map(ids), cached }],
-        }
+        (name.to_owned(), Asked { prompt, answer: answer.map(ids), cached: Some(cached) })
     };
     let fact = |name: &str, fact: &Fact, head: String| {
         let answer = if fact.digits.len() > 1 { format!("{}.", fact.digits) } else { fact.digits.into() };
@@ -78,7 +84,8 @@ pub(super) fn cases(length: usize, chunk: usize) -> Vec<Case> {
 }
 
 /// The text. Its first page has needles; two chunk edges lie in needles; behind them each rank has one.
-fn text(length: usize, chunk: usize) -> Vec<u8> {
+fn text(Scale { tokens: length, chunk }: Scale) -> Vec<u8> {
+    let chunk = chunk as usize;
     let mut text: Vec<u8> =
         (0_usize..).flat_map(|n| WORDS[(n * n + n / 7) % WORDS.len()].bytes()).take(length).collect();
     let mut put = |at: usize, needle: &[u8]| text[at..at + needle.len()].copy_from_slice(needle);
@@ -100,12 +107,11 @@ fn text(length: usize, chunk: usize) -> Vec<u8> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::demo::kimi::cases::{LARGE, LONG, SHORT, SMALL};
 
     #[test]
     fn needles_stand_where_their_names_say() {
-        for (length, chunk) in [(LONG, LARGE as usize), (SHORT, SMALL as usize)] {
-            let text = text(length, chunk);
+        for scale in [LONG, SHORT] {
+            let (text, length, chunk) = (text(scale), scale.tokens, scale.chunk as usize);
             // Whole pages of both sides: nothing of the text is computed twice.
             assert_eq!((text.len(), text.len() % 64), (length, 0));
             let at = |needle: &[u8]| {
@@ -124,11 +130,11 @@ mod tests {
                 let digit = at(fact.text().as_bytes()) + fact.before().len();
                 assert_eq!(digit % RANKS, rank);
             }
-            let cases = cases(length, chunk);
-            assert_eq!((cases[0].asked[0].prompt.ids.len(), cases[0].asked[0].cached), (length, 0));
-            for Case { name, asked, .. } in &cases[1..] {
-                let tail = asked[0].prompt.ids.len() - length;
-                assert!((1..64).contains(&tail) && asked[0].cached == length as u64, "{name}");
+            let all = all(scale);
+            assert_eq!((all[0].1.prompt.ids.len(), all[0].1.cached), (length, Some(0)));
+            for (name, asked) in &all[1..] {
+                let tail = asked.prompt.ids.len() - length;
+                assert!((1..64).contains(&tail) && asked.cached == Some(length as u64), "{name}");
             }
         }
     }
