@@ -84,9 +84,12 @@ impl Default for EngineConfig {
 #[derive(Clone, Debug, Default, PartialEq, Eq, serde::Serialize)]
 #[non_exhaustive]
 pub struct EngineStats {
-    /// Pages of each rank's pool.
+    /// Pages of the pool, the same ones on every rank. With KV sharding they are logical pages, dealt over the ranks; so
+    /// are all that follow.
     pub pages_total: u32,
-    /// Pages that can be had: nobody holds them. Some may be cached.
+    /// Pages that a request can have for certain: nobody holds them. Some may be cached. With KV sharding a request
+    /// takes pages of every rank in turn, so that it is as many as the fullest rank has left, of every rank: free and held
+    /// ones need not be all.
     pub pages_free: u32,
     /// Pages that requests hold, finished ones that were not released included.
     pub pages_held: u32,

@@ -47,6 +47,7 @@ mod mailbox;
 pub mod math;
 mod meeting;
 mod model;
+mod owners;
 mod pages;
 mod pool;
 mod prefix;

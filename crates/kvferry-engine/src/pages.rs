@@ -1,14 +1,18 @@
 //! Which pages of the pool belong to whom. One allocator per instance: a page id is valid on every rank (mirrored
-//! tables). A page is free, or one request's own, or in the prefix cache, where several requests may read it and nobody
-//! writes it. In a model with state per request, a state slot is free, or one request's own, or it holds a stored state of
-//! the prefix cache, which gives it up whenever a request needs it. Not for the bytes in pages and slots (`pool`), nor for who is
-//! let in when (`scheduler`).
+//! tables), and with KV sharding it is a logical one, which one rank holds. A page is free, or one request's own, or in
+//! the prefix cache, where several requests may read it and nobody writes it. In a model with state per request, a state
+//! slot is free, or one request's own, or it holds a stored state of the prefix cache, which gives it up whenever a
+//! request needs it. Not for which free page comes next (`owners`), nor for the bytes in pages and slots (`pool`), nor
+//! for who is let in when (`scheduler`).
 
 use std::collections::VecDeque;
 
 use kvferry_plan::{PageId, PageTable, PrefixBlock, SlotId};
 
-use crate::prefix::{Evicted, Found, Pin, Prefixes};
+use crate::{
+    owners::{Chain, ClassCounts, Owners, ShardRanks},
+    prefix::{Evicted, Found, Pin, Prefixes},
+};
 
 /// What loses its owner, and is told so before it has a new one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -68,18 +72,17 @@ impl Lease {
 #[derive(Debug)]
 pub(crate) struct Pages {
     total: u32,
-    // First in, first out: a page rests as long as possible before it has a new owner.
-    free: VecDeque<PageId>,
+    owners: Owners,
     cache: Option<(Prefixes, PrefixBlock)>,
     /// Free state slots, in a model that has such state.
     slots: Option<VecDeque<SlotId>>,
 }
 
 impl Pages {
-    /// `total` free pages. Prefixes are shared in units of `block`, if there is one.
-    pub(crate) fn new(total: u32, block: Option<PrefixBlock>) -> Self {
-        let cache = block.and_then(|block| Some((Prefixes::new(block)?, block)));
-        Self { total, free: (0..total).map(PageId).collect(), cache, slots: None }
+    /// `total` free pages, dealt over the `ranks`. Prefixes are shared in units of `block`, if there is one.
+    pub(crate) fn new(total: u32, ranks: ShardRanks, block: Option<PrefixBlock>) -> Self {
+        let cache = block.and_then(|block| Some((Prefixes::new(block, ranks)?, block)));
+        Self { total, owners: Owners::new(total, ranks), cache, slots: None }
     }
 
     /// The same with `count` state slots: one for each request, and what is left for stored states.
@@ -92,9 +95,15 @@ impl Pages {
         self.total
     }
 
-    /// Pages that can be had: free ones, and cached ones that no request reads.
+    /// Pages that any request can have: free ones, and cached ones that no request reads. With KV sharding as many as the
+    /// fullest rank has left, of every rank: a request needs them of all.
     pub(crate) fn free(&self) -> u32 {
-        self.count(Prefixes::evictable).saturating_add(self.unused()).min(self.total)
+        self.available().certain()
+    }
+
+    /// Pages that requests have or read.
+    pub(crate) fn held(&self) -> u32 {
+        self.total - self.available().sum()
     }
 
     /// Pages in the prefix cache, whoever reads them.
@@ -114,8 +123,13 @@ impl Pages {
         u32::try_from(stored).unwrap_or(u32::MAX)
     }
 
-    fn unused(&self) -> u32 {
-        u32::try_from(self.free.len()).unwrap_or(self.total)
+    /// Pages that are free or can be evicted.
+    fn available(&self) -> ClassCounts {
+        let mut available = self.owners.counts();
+        if let Some((cache, _)) = &self.cache {
+            available.add_all(cache.evictable());
+        }
+        available
     }
 
     fn count(&self, blocks: impl Fn(&Prefixes) -> usize) -> u32 {
@@ -158,9 +172,12 @@ impl Pages {
     }
 
     /// Pages that can be had for a request that shares what was `found`: its own part counts, also where others read
-    /// it.
+    /// it. As long as nothing else is done, so many can be taken.
     pub(crate) fn free_for(&self, found: &Found) -> u32 {
-        self.free().saturating_add(self.count(|_| found.pinned()))
+        let mut available = self.available();
+        let start = found.rotation().unwrap_or_else(|| available.least_full());
+        available.add_chain(start, self.count(|_| found.pinned()));
+        available.longest(start)
     }
 
     /// Takes `count` pages, the first of which are those that were `found`, and a slot if requests have one; or nothing.
@@ -175,32 +192,47 @@ impl Pages {
             return None;
         }
         let (mut table, mut pin, mut cached, mut state) = (Vec::new(), Pin::default(), 0, None);
+        let shared = self.count(|_| found.blocks());
+        let start = found.rotation().map(|rotation| self.owners.ranks().after(rotation, shared));
         if let Some((cache, block)) = &mut self.cache {
             cached = block.tokens.saturating_mul(found.blocks() as u64);
             table = cache.pages(&found);
             state = cache.resume(&found);
             pin = cache.pin(found);
         }
-        let shared = table.len();
-        let wanted = (count as usize).saturating_sub(shared);
-        while self.free.len() < wanted {
-            // Enough can be had, and what was found is held now.
-            let Some(evicted) = self.cache.as_mut().and_then(|(cache, _)| cache.evict()) else { break };
-            self.accept(evicted, &mut retire);
-        }
+        let own = Chain { start, pages: count.saturating_sub(shared) };
+        // Enough can be had, and what was found is held now.
+        let Some(pages) = self.evict_for(own, &mut retire) else {
+            if let Some((cache, _)) = &mut self.cache {
+                cache.unpin(pin);
+            }
+            return None;
+        };
         // The state that it begins with is the one used last: when it has to make room, no other is left, and the
         // request takes it over as it lies.
         let slot = self.spare(Spare::Oldest, &mut retire);
         let begins_with = state.filter(|_| state != slot);
-        table.extend(self.free.drain(..wanted.min(self.free.len())));
-        let own = (0..table.len()).map(|entry| entry >= shared).collect();
+        let mut own = vec![false; table.len()];
+        table.extend(pages);
+        own.resize(table.len(), true);
         Some(Lease { table: PageTable(table), own, pin, cached, slot, begins_with })
+    }
+
+    /// Takes a chain's pages. While a class is short it evicts what has not been read for the longest time.
+    fn evict_for(&mut self, chain: Chain, retire: &mut impl FnMut(Retired)) -> Option<Vec<PageId>> {
+        loop {
+            if let Ok(pages) = self.owners.take(&[chain]) {
+                return Some(pages);
+            }
+            let evicted = self.cache.as_mut()?.0.evict()?;
+            self.accept(evicted, retire);
+        }
     }
 
     fn accept(&mut self, evicted: Evicted, retire: &mut impl FnMut(Retired)) {
         for page in evicted.pages {
             retire(Retired::Page(page));
-            self.free.push_back(page);
+            self.owners.put(page);
         }
         if let (Some(slots), Some(slot)) = (&mut self.slots, evicted.state) {
             retire(Retired::Slot(slot));
@@ -227,6 +259,10 @@ impl Pages {
         for (k, tokens) in tokens.chunks_exact(cache.block()).enumerate().skip(lease.pin.blocks()) {
             let entries = k * pages..(k + 1) * pages;
             let Some(of_block) = lease.table.0.get(entries.clone()) else { return };
+            // Two requests that compute the same may have begun with different owners: one table goes on, not both.
+            if of_block.first().is_some_and(|first| !cache.continues(&lease.pin, *first)) {
+                return;
+            }
             if cache.extend(&mut lease.pin, tokens, of_block) {
                 lease.own.iter_mut().skip(entries.start).take(pages).for_each(|own| *own = false);
             }
@@ -285,7 +321,7 @@ impl Pages {
         for (page, own) in lease.table.0.into_iter().zip(lease.own) {
             if own {
                 retire(Retired::Page(page));
-                self.free.push_back(page);
+                self.owners.put(page);
             }
         }
     }

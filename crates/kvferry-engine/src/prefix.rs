@@ -9,6 +9,8 @@ use std::{
 
 use kvferry_plan::{PageId, PrefixBlock, SlotId};
 
+use crate::owners::{ClassCounts, OwnerClass, ShardRanks};
+
 /// A node of the tree. Numbers are not used again.
 pub(crate) type NodeId = u64;
 
@@ -53,6 +55,8 @@ pub(crate) struct Found {
     pinned: usize,
     /// Whether a request begins with the state after the last block.
     resumes: bool,
+    /// Who owns the first page of a path that begins alike, though a request may not begin with any of it.
+    rotation: Option<OwnerClass>,
 }
 
 impl Found {
@@ -64,6 +68,11 @@ impl Found {
     /// How many of them are not among those that can be evicted.
     pub(crate) fn pinned(&self) -> usize {
         self.pinned
+    }
+
+    /// Where a table has to start whose blocks are to lie in the tree: one prefix has one rotation.
+    pub(crate) fn rotation(&self) -> Option<OwnerClass> {
+        self.rotation
     }
 }
 
@@ -93,19 +102,20 @@ pub(crate) struct Prefixes {
     clock: u64,
     /// Leaves that nobody reads, the one that was left first in front.
     idle: BTreeSet<(u64, NodeId)>,
-    /// Nodes that nobody reads: whole subtrees, so that all of them can be evicted from the leaves up.
-    unread: usize,
+    /// Pages of nodes that nobody reads: whole subtrees, so that all of them can be evicted from the leaves up.
+    unread: ClassCounts,
     /// Nodes with a stored state, the one that was used longest ago in front.
     states: BTreeSet<(u64, NodeId)>,
 }
 
 impl Prefixes {
     /// An empty tree. `None` when a block is longer than any prompt.
-    pub(crate) fn new(block: PrefixBlock) -> Option<Self> {
+    pub(crate) fn new(block: PrefixBlock, ranks: ShardRanks) -> Option<Self> {
         let tokens = usize::try_from(block.tokens).ok().filter(|tokens| *tokens > 0)?;
         let nodes = HashMap::from([(ROOT, Node::default())]);
         let (idle, states) = (BTreeSet::new(), BTreeSet::new());
-        Some(Self { tokens, nodes, next: ROOT + 1, clock: 0, idle, unread: 0, states })
+        let unread = ClassCounts::none(ranks);
+        Some(Self { tokens, nodes, next: ROOT + 1, clock: 0, idle, unread, states })
     }
 
     /// Tokens of a block.
@@ -118,9 +128,9 @@ impl Prefixes {
         self.nodes.len() - 1
     }
 
-    /// Blocks that can be evicted.
-    pub(crate) fn evictable(&self) -> usize {
-        self.unread
+    /// Pages that can be evicted.
+    pub(crate) fn evictable(&self) -> &ClassCounts {
+        &self.unread
     }
 
     /// Stored states, all of which can be evicted: nobody reads one but to copy it at once.
@@ -140,6 +150,8 @@ impl Prefixes {
             found.path.push(child);
             at = child;
         }
+        let first = found.path.first().and_then(|id| self.nodes.get(id)?.pages.first());
+        found.rotation = first.map(|page| self.unread.ranks().owner(*page));
         found
     }
 
@@ -199,6 +211,13 @@ impl Prefixes {
         Pin(found.path)
     }
 
+    /// Whether the owner of `page` comes after that of the last page that is held, as in a table.
+    pub(crate) fn continues(&self, pin: &Pin, page: PageId) -> bool {
+        let ranks = self.unread.ranks();
+        let last = pin.last().and_then(|id| self.nodes.get(&id)?.pages.last());
+        last.is_none_or(|last| ranks.after(ranks.owner(*last), 1) == ranks.owner(page))
+    }
+
     /// Lengthens the hold by the next block of its tokens. True when its `pages` belong to the tree from now on; they
     /// do not when the tree has other pages with this prefix already.
     pub(crate) fn extend(&mut self, pin: &mut Pin, tokens: &[u32], pages: &[PageId]) -> bool {
@@ -226,7 +245,7 @@ impl Prefixes {
             node.readers = node.readers.saturating_sub(1);
             if node.readers == 0 {
                 node.used = self.clock;
-                self.unread += 1;
+                node.pages.iter().for_each(|page| self.unread.add(*page));
                 if node.children.is_empty() {
                     self.idle.insert((node.used, id));
                 }
@@ -238,7 +257,7 @@ impl Prefixes {
     pub(crate) fn evict(&mut self) -> Option<Evicted> {
         let (_, id) = self.idle.pop_first()?;
         let node = self.nodes.remove(&id)?;
-        self.unread -= 1;
+        node.pages.iter().for_each(|page| self.unread.remove(*page));
         if let Some(parent) = self.nodes.get_mut(&node.parent) {
             parent.children.remove(&node.tokens);
             if node.parent != ROOT && parent.readers == 0 && parent.children.is_empty() {
@@ -259,7 +278,7 @@ impl Prefixes {
         let Some(node) = self.nodes.get_mut(&id) else { return };
         if node.readers == 0 {
             self.idle.remove(&(node.used, id));
-            self.unread -= 1;
+            node.pages.iter().for_each(|page| self.unread.remove(*page));
         }
         node.readers += 1;
     }
@@ -268,6 +287,13 @@ impl Prefixes {
     #[cfg(test)]
     pub(crate) fn all_pages(&self) -> Vec<PageId> {
         self.nodes.values().flat_map(|node| node.pages.iter().copied()).collect()
+    }
+
+    /// Every page of the tree that can be evicted.
+    #[cfg(test)]
+    pub(crate) fn all_unread(&self) -> Vec<PageId> {
+        let unread = self.nodes.iter().filter(|(id, node)| **id != ROOT && node.readers == 0);
+        unread.flat_map(|(_, node)| node.pages.iter().copied()).collect()
     }
 
     /// Every stored state, with all tokens that it has taken in.

@@ -15,6 +15,7 @@ use crate::{
     job::{Job, Kind, State},
     limits::Place,
     mailbox::{Receiver, Sender},
+    owners::ShardRanks,
     pages::{Pages, Spare},
     prefix::Found,
     request::Sink,
@@ -109,7 +110,8 @@ impl Scheduler {
             let reason = "no run of pages holds consecutive tokens on every rank";
             tracing::info!(reason, "prefixes are not shared");
         }
-        let pages = Pages::new(forward.pages(), block);
+        let ranks = ShardRanks::new(forward.placement().shard_ranks());
+        let pages = Pages::new(forward.pages(), ranks, block);
         let pages = if forward.slots() > 0 { pages.with_slots(forward.slots()) } else { pages };
         let scheduler = Self {
             forward,
@@ -526,7 +528,7 @@ impl Scheduler {
         let stats = EngineStats {
             pages_total: self.pages.total(),
             pages_free: self.pages.free(),
-            pages_held: self.pages.total() - self.pages.free(),
+            pages_held: self.pages.held(),
             pages_cached: self.pages.cached(),
             slots_total: slots,
             slots_free: self.pages.slots_free(),

@@ -13,6 +13,7 @@ use super::*;
 use crate::{
     Attention, LoadOptions, Rows,
     math::Arith,
+    owners::ShardRanks,
     pages::{Lease, Pages},
     prefix::Found,
 };
@@ -92,7 +93,8 @@ fn build(model: &Arc<Model>, layout: &str, kv: Dtype, pool_tokens: u64) -> Forwa
 }
 
 pub(super) fn pages(forward: &Forward) -> Pages {
-    let pages = Pages::new(forward.pages(), None);
+    let ranks = ShardRanks::new(forward.placement().shard_ranks());
+    let pages = Pages::new(forward.pages(), ranks, None);
     if forward.slots() > 0 { pages.with_slots(forward.slots()) } else { pages }
 }
 

@@ -22,6 +22,7 @@ struct Reader {
 /// The pages, what was written into them, and what may be said about both.
 struct World {
     pages: Pages,
+    ranks: u32,
     block: PrefixBlock,
     content: BTreeMap<PageId, Content>,
     retired: BTreeMap<PageId, u32>,
@@ -45,9 +46,15 @@ impl World {
 
     /// Of a model with state, unless there are no slots.
     fn with_slots(total: u32, block: PrefixBlock, slots: u32) -> Self {
-        let pages = Pages::new(total, Some(block));
+        Self::sharded(total, 1, block, slots)
+    }
+
+    /// With pages that are dealt over ranks.
+    fn sharded(total: u32, ranks: u32, block: PrefixBlock, slots: u32) -> Self {
+        let pages = Pages::new(total, ShardRanks::new(ranks), Some(block));
         Self {
             pages: if slots > 0 { pages.with_slots(slots) } else { pages },
+            ranks,
             block,
             slots,
             states: BTreeMap::new(),
@@ -86,6 +93,11 @@ impl World {
         assert!(self.evicted || blocks == best, "found {blocks} blocks of {best}");
         let found = if computes { self.pages.resumable(found) } else { found };
         let (blocks, free) = (found.blocks(), self.pages.free_for(&found));
+        assert!(free >= self.pages.free(), "what any request can have is more than this one can");
+        assert!(
+            free == self.pages.total() || !self.readers.is_empty(),
+            "nobody has the pages that are missing"
+        );
         if computes && self.slots > 0 {
             let known = self.stored.iter().filter(|stored| tokens[..prompt - 1].starts_with(stored));
             let best = known.map(Vec::len).max().unwrap_or(0) / self.block.tokens as usize;
@@ -102,6 +114,12 @@ impl World {
         };
         assert!(count <= free && !slots_held);
         assert_eq!(lease.table().0.len(), count as usize);
+        let owners = lease.table().0.windows(2).map(|two| [two[0], two[1]].map(|page| page.0 % self.ranks));
+        assert!(
+            owners.into_iter().all(|[owner, next]| next == (owner + 1) % self.ranks),
+            "{:?}",
+            lease.table()
+        );
         assert_eq!(lease.cached(), blocks as u64 * self.block.tokens);
         assert!(lease.cached() < prompt as u64);
         self.lose(gone);
@@ -178,21 +196,35 @@ impl World {
         self.pages.store(lease, &tokens, spare, |it| gone.push(it), copy).unwrap();
         assert!(gone.is_empty() || (spare == Spare::Oldest && free == 0));
         self.lose(gone);
-        if free > 0 || (spare == Spare::Oldest && stored > 0) {
-            self.shared.push(tokens.clone());
+        if (free > 0 || (spare == Spare::Oldest && stored > 0)) && self.remember(at, &tokens) {
             let (tree, _) = self.pages.cache.as_ref().unwrap();
             assert!(tree.all_states().iter().any(|(all, _)| *all == tokens), "it was not stored");
             self.stored.push(tokens);
         }
     }
 
+    /// A request has shared its `tokens`, or those before it met a table of the same that begins with another owner.
+    fn remember(&mut self, at: usize, tokens: &[u32]) -> bool {
+        let (block, lease) = (self.block.tokens as usize, &self.readers[at].lease);
+        let (blocks, all) = (lease.pin.blocks(), tokens.len() / block);
+        if blocks < all {
+            let first = self.pages.find(&[tokens, &[0]].concat()).rotation();
+            let own = self.pages.owners.ranks().owner(lease.table().0[0]);
+            assert!(first.is_some_and(|first| first != own), "it has shared {blocks} blocks of {all}");
+        }
+        self.shared.push(tokens[..blocks.min(all) * block].to_vec());
+        blocks >= all
+    }
+
     /// A request ends; a good end shares what it has.
     fn end(&mut self, at: usize, good: bool) {
-        let Reader { mut lease, tokens, .. } = self.readers.swap_remove(at);
         if good {
-            self.pages.share(&mut lease, &tokens);
-            self.shared.push(tokens);
+            let Reader { lease, tokens, .. } = &mut self.readers[at];
+            self.pages.share(lease, tokens);
+            let tokens = tokens.clone();
+            self.remember(at, &tokens);
         }
+        let Reader { lease, .. } = self.readers.swap_remove(at);
         let own: Vec<PageId> =
             lease.table().0.iter().zip(&lease.own).filter(|(_, own)| **own).map(|(page, _)| *page).collect();
         let slot = lease.slot().map(Retired::Slot);
@@ -208,7 +240,8 @@ impl World {
     fn check(&self) {
         let (tree, _) = self.pages.cache.as_ref().unwrap();
         let cached = tree.all_pages();
-        let mut all: Vec<PageId> = self.pages.free.iter().copied().chain(cached.iter().copied()).collect();
+        let free = self.pages.owners.all();
+        let mut all: Vec<PageId> = free.iter().copied().chain(cached.iter().copied()).collect();
         for Reader { lease, tokens, .. } in &self.readers {
             for (entry, page) in lease.table().0.iter().enumerate() {
                 assert_eq!(
@@ -236,9 +269,17 @@ impl World {
         assert_eq!(tree.readers(), readers);
         let read: BTreeSet<PageId> = self.readers.iter().flat_map(|r| r.lease.table().0.clone()).collect();
         assert_eq!(self.pages.cached() as usize, cached.len());
-        let unread = readers.values().filter(|count| **count == 0).count() as u32 * self.block.pages;
-        assert_eq!(self.pages.free(), self.pages.free.len() as u32 + unread);
-        assert!(self.pages.free() as usize + read.len() <= self.pages.total() as usize);
+        // What can be had of each rank, and of all.
+        let can_be_had = [free, tree.all_unread()].concat();
+        let of = |rank| can_be_had.iter().filter(|page| page.0 % self.ranks == rank).count() as u32;
+        let held = self.pages.total() - can_be_had.len() as u32;
+        assert_eq!(self.pages.free(), self.ranks * (0..self.ranks).map(of).min().unwrap());
+        assert_eq!(self.pages.held(), held);
+        assert!(held as usize >= read.len());
+        // Each request takes at most one page more of a rank than of another, and so do the blocks that it holds when
+        // they are not those of its table.
+        let uneven = 2 * (self.ranks - 1) * self.readers.len() as u32;
+        assert!(self.pages.free() + held + uneven >= self.pages.total(), "ranks are not filled alike");
     }
 
     fn check_slots(&self) {
@@ -309,10 +350,11 @@ fn run(mut world: World, steps: Vec<Step>) -> World {
 proptest! {
     #[test]
     fn no_page_has_two_writers_none_is_lost_and_none_that_is_read_changes(
-        total in 0_u32..30, pages in 1_u32..4, tokens in 1_u64..4, slots in 0_u32..6, steps in steps(24),
+        total in 0_u32..30, ranks in prop_oneof![3 => Just(1_u32), 2 => 2_u32..5],
+        pages in 1_u32..4, tokens in 1_u64..4, slots in 0_u32..6, steps in steps(24),
     ) {
-        let block = PrefixBlock { pages, tokens: tokens * u64::from(pages) };
-        let mut world = run(World::with_slots(total, block, slots), steps);
+        let (total, block) = (total / ranks * ranks, PrefixBlock { pages, tokens: tokens * u64::from(pages) });
+        let mut world = run(World::sharded(total, ranks, block, slots), steps);
         while !world.readers.is_empty() {
             world.end(0, true);
             world.check();
@@ -320,17 +362,29 @@ proptest! {
         prop_assert_eq!((world.pages.free(), world.pages.slots_free()), (total, slots));
     }
 
+    /// The same calls have the same answers: every rank could have its own.
+    #[test]
+    fn mirrored_pages_stay_alike(ranks in 1_u32..5, rounds in 1_u32..9, steps in steps(24)) {
+        let world = || World::sharded(ranks * rounds, ranks, PrefixBlock { pages: 1, tokens: 2 }, 0);
+        let [one, other] = [run(world(), steps.clone()), run(world(), steps)];
+        let tables = |world: &World| -> Vec<PageTable> {
+            world.readers.iter().map(|reader| reader.lease.table().clone()).collect()
+        };
+        prop_assert_eq!(tables(&one), tables(&other));
+        prop_assert_eq!(one.pages.owners.all(), other.pages.owners.all());
+    }
+
     /// Without pressure everything that was shared is found.
     #[test]
-    fn the_longest_prefix_is_found(steps in steps(16), stateful in any::<bool>()) {
+    fn the_longest_prefix_is_found(steps in steps(16), ranks in 1_u32..5, stateful in any::<bool>()) {
         let slots = if stateful { 200 } else { 0 };
-        let world = run(World::with_slots(4000, PrefixBlock { pages: 2, tokens: 3 }, slots), steps);
+        let world = run(World::sharded(3600, ranks, PrefixBlock { pages: 2, tokens: 3 }, slots), steps);
         prop_assert!(!world.evicted && !world.forgotten);
     }
 
     #[test]
     fn without_blocks_it_is_a_free_list(total in 0_u32..40, counts in prop::collection::vec(0_u32..12, 0..40)) {
-        let mut pages = Pages::new(total, None);
+        let mut pages = Pages::new(total, ShardRanks::new(1), None);
         let mut held = Vec::new();
         for count in counts {
             let free = pages.free();
@@ -447,4 +501,65 @@ fn prompts_are_cut_where_a_state_is_worth_a_slot() {
     assert_eq!(stops(21, 5, 20), [0; 0]);
     assert_eq!(stops(4, 0, 0), [0; 0]);
     assert_eq!(World::new(4, world.block).pages.stops(21, 2, 0), [0; 0]);
+}
+
+/// Pages of hand-offs stay, cached ones go, and who waits is let in as soon as every rank has its share.
+#[test]
+fn under_pressure_a_prompt_waits_for_the_fullest_rank_only() {
+    let mut world = World::sharded(16, 4, PrefixBlock { pages: 1, tokens: 1 }, 0);
+    let tokens = |id, count| vec![id; count];
+    world.admit(6, tokens(1, 6));
+    world.admit(5, tokens(2, 5));
+    world.end(1, true);
+    assert_eq!((world.pages.free(), world.pages.held(), world.pages.cached()), (8, 6, 5));
+    // Two pages of each rank: free ones, and of the five cached ones those that it takes to have them.
+    world.admit(8, tokens(3, 8));
+    world.check();
+    assert_eq!((world.readers.len(), world.pages.held(), world.pages.cached()), (2, 14, 2));
+    // Two ranks have a page left each: who needs a third waits, and nothing is evicted for it.
+    assert_eq!(world.pages.free_for(&Found::default()), 2);
+    assert_eq!(world.pages.free(), 0);
+    world.admit(3, tokens(4, 3));
+    assert_eq!((world.readers.len(), world.pages.cached()), (2, 2));
+    // The first hand-off is over.
+    world.end(0, false);
+    world.admit(3, tokens(4, 3));
+    world.check();
+    assert_eq!(world.readers.len(), 2);
+}
+
+#[test]
+fn a_prefix_has_one_rotation() {
+    let mut world = World::sharded(16, 2, PrefixBlock { pages: 1, tokens: 2 }, 0);
+    world.admit(5, vec![1, 1, 2, 2, 3]);
+    world.admit(7, vec![1, 1, 2, 2, 4, 4, 5]);
+    let owner = |world: &World, at: usize| world.readers[at].lease.table().0[0].0 % 2;
+    assert_eq!((owner(&world, 0), owner(&world, 1)), (0, 1), "both start where most is free");
+    world.end(0, true);
+    world.end(0, true);
+    world.check();
+    // The second one's third block would have followed pages that begin with the other owner.
+    assert_eq!(world.pages.cached(), 2);
+    world.admit(7, vec![1, 1, 2, 2, 4, 4, 5]);
+    assert_eq!((world.readers[0].lease.cached(), owner(&world, 0)), (4, 0));
+    world.end(0, true);
+    assert_eq!(world.pages.cached(), 3);
+}
+
+/// Who computes a prefix again, because there is no state to go on from, stores one for the pages that are there.
+#[test]
+fn a_prefix_that_is_computed_again_has_the_same_rotation() {
+    let mut world = World::sharded(16, 2, PrefixBlock { pages: 1, tokens: 2 }, 2);
+    world.admit(7, vec![1, 1, 1, 1, 1, 1, 5]);
+    world.end(0, true);
+    let prompt = vec![1, 1, 1, 1, 1, 1, 6];
+    let goes_on = |world: &World| world.pages.resumable(world.pages.find(&prompt)).blocks();
+    assert_eq!((world.pages.find(&prompt).blocks(), goes_on(&world)), (3, 0));
+    let ranks = world.pages.owners.ranks();
+    assert_ne!(world.pages.owners.counts().least_full(), ranks.owner(PageId(0)), "it would start elsewhere");
+    world.admit(7, prompt.clone());
+    world.store(0, 2, Spare::Oldest);
+    world.end(0, true);
+    world.check();
+    assert_eq!(goes_on(&world), 3);
 }

@@ -155,7 +155,7 @@ impl InstanceMetrics {
                 "pool_pages",
                 None,
                 "state",
-                "Pages of one rank's pool, the same on every rank: free, held by requests, cached (kept by the prefix cache as well)",
+                "Pages of the pool, the same on every rank (with KV sharding logical pages, dealt over the ranks): free, held by requests, cached (kept by the prefix cache as well)",
                 Family::default(),
             ),
             state_slots: all.add(
