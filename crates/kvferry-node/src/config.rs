@@ -6,6 +6,8 @@ use kvferry_arena::Arena;
 use kvferry_plan::{Descriptor, Incarnation, InstanceId, RankId};
 use kvferry_transport::{Inject, TransportKind};
 
+use crate::SourceFault;
+
 /// Bounds of a node.
 #[derive(Clone, Debug)]
 pub struct Limits {
@@ -63,6 +65,8 @@ pub struct NodeConfig {
     pub digest: bool,
     /// A fault to commit when bytes land here.
     pub inject: Option<Inject>,
+    /// A fault to commit in what is sent from here.
+    pub fault: Option<SourceFault>,
     /// Bounds.
     pub limits: Limits,
 }

@@ -9,7 +9,7 @@ use std::{
     time::Instant,
 };
 
-use kvferry_plan::{Generation, PageTable, Pair, RankId, RoomKey, SlotId, TokenRange};
+use kvferry_plan::{Generation, PageTable, Pair, RankId, RoomKey, Rotation, SlotId, TokenRange};
 use kvferry_session::{PageRef, Side, SlotRef};
 use kvferry_transport::{Job, Link, PeerAddr, Transport, TransportError};
 use tokio::sync::mpsc;
@@ -25,7 +25,7 @@ use crate::{
 pub(crate) enum Half {
     /// We have the bytes and push them.
     Push,
-    /// We want the bytes and pull them from these pages, and from this slot.
+    /// We want the bytes and pull them from these pages of the source rank's pool, and from this slot.
     Pull(Vec<PageRef>, Option<SlotRef>),
     /// We have the bytes and the target pulls them: digest them.
     Digest,
@@ -46,6 +46,8 @@ pub(crate) struct Task {
     pub(crate) slot: Option<SlotId>,
     pub(crate) source: RankId,
     pub(crate) tokens: TokenRange,
+    /// Of the source's page table.
+    pub(crate) rotation: Rotation,
     /// Of all target ranks those at the target's end of this lane.
     pub(crate) targets: Arc<[RankId]>,
     pub(crate) digest: bool,
@@ -169,6 +171,7 @@ impl Worker {
             generation: task.generation,
             source: task.source,
             tokens: task.tokens,
+            rotation: task.rotation,
             digest: task.digest,
             legs,
         };

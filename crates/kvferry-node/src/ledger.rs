@@ -30,7 +30,7 @@ pub struct Ledger {
     pub landed: Bytes,
     /// Ended rooms that are remembered.
     pub tombstones: u64,
-    /// Faults committed on purpose since the start, over all transports; one a room at most.
+    /// Faults committed on purpose since the start, by the node and all transports; one a room at most.
     pub faults: u64,
     /// Rooms completed since the start.
     pub completed: u64,

@@ -13,6 +13,7 @@ mod config;
 mod connection;
 mod core;
 mod error;
+mod fault;
 mod lane;
 mod ledger;
 mod node;
@@ -22,6 +23,7 @@ mod work;
 
 pub use config::{Limits, NodeConfig};
 pub use error::{NodeError, RoomError};
+pub use fault::SourceFault;
 pub use kvferry_session::{Cause, CauseKind, FirstToken, Prompt, Side};
 pub use kvferry_transport::{Inject, TransportKind};
 pub use ledger::Ledger;

@@ -80,6 +80,7 @@ impl Node {
         let (inbox, remote) = mpsc::channel(1024);
         let stop = CancellationToken::new();
         let shared = Arc::new(Shared {
+            fault: config.fault,
             hosted: hello.ranks().into(),
             hello,
             arenas: config.arenas,
@@ -235,6 +236,8 @@ fn check(config: &NodeConfig) -> Result<(u32, u32), NodeError> {
         return Err(NodeError::Config("no transport; name at least one of mem, shm and tcp".into()));
     }
     let (pages, slots) = config.arenas.first().map_or((0, 0), |a| (a.layout().pages(), a.layout().slots()));
+    // What a rank has of the pages of all.
+    let pages = pages.saturating_mul(placement.shard_ranks());
     for (rank, arena) in hosted.into_iter().zip(&config.arenas) {
         let layout = PoolLayout::with_slots(shape, placement, rank, PoolSize { pages, slots })
             .map_err(|e| NodeError::Config(e.to_string()))?;

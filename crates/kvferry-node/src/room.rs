@@ -26,9 +26,10 @@ pub struct PeerAddr {
 pub struct SourceRoom {
     /// The room and the try.
     pub key: RoomKey,
-    /// The request's pages, the same on every rank. They stay pinned until the outcome is there.
+    /// The request's pages, the same on every rank; logical ones, with cyclic owners, where pages are sharded. They stay
+    /// pinned until the outcome is there.
     pub table: PageTable,
-    /// The request's state slot, likewise; `None` for a model without state per request.
+    /// The request's state slot, the same on every rank; `None` for a model without state per request.
     pub slot: Option<SlotId>,
     /// The tokens that will be computed.
     pub tokens: TokenRange,

@@ -4,28 +4,31 @@ use std::{collections::BTreeSet, sync::Arc};
 
 use kvferry_arena::{Arena, digest_plans};
 use kvferry_plan::{
-    Blame, End, PageId, PageTable, PartDigest, Plan, RankId, SlotId, TokenRange, Unsupported,
+    Blame, End, Entries, PageId, PageTable, PartDigest, Placement, Plan, RankId, Rotation, SlotId,
+    TokenRange, Unsupported,
 };
-use kvferry_session::{Cause, CauseKind, PageRef, Side, SlotRef, page_span};
+use kvferry_session::{Cause, CauseKind, PageRef, Side, SlotRef};
 use kvferry_transport::{Leg, LegReport, TransportError};
 
 use crate::lane::Task;
 
-/// The pages of our own rank that `tokens` touch, with their generations.
+/// Where the entries of a request's table that a rank of ours owns lie in its pool, with their generations.
 pub(crate) fn page_refs(
     pages: &PageTable,
-    span: std::ops::Range<u64>,
+    entries: Entries,
+    placement: &Placement,
     arena: &Arena,
 ) -> Result<Vec<PageRef>, String> {
     use kvferry_arena::Memory;
-    span.map(|entry| {
+    let page_ref = |entry| {
         let page = usize::try_from(entry).ok().and_then(|e| pages.0.get(e)).copied();
         let page =
             page.ok_or_else(|| format!("a page table of {} pages, entry {entry} needed", pages.0.len()))?;
+        let page = placement.local_page(page);
         let generation = arena.generation(page).map_err(|e| e.to_string())?;
         Ok(PageRef { page, generation })
-    })
-    .collect()
+    };
+    entries.iter().map(page_ref).collect()
 }
 
 /// A request's state slot on each of our ranks, with its generations.
@@ -52,12 +55,27 @@ fn plans(task: &Task) -> impl Iterator<Item = Result<(RankId, Arc<Plan>), Unsupp
     let Task { pair, table, source, tokens, .. } = task;
     let slots = task.slot.map(|slot| (slot, SlotId(0)));
     task.targets.iter().copied().filter_map(move |target| {
-        let pages = page_span(pair.dst(), target, *tokens).end;
+        let pages = pair.dst().entries(target, *tokens, Rotation(0)).end();
         let identity = PageTable::identity(u32::try_from(pages).unwrap_or(u32::MAX));
         let (src, dst) = (End { rank: *source, table }, End { rank: target, table: &identity });
         let plan = pair.plan_last(src, dst, *tokens, slots);
         plan.map(|plan| (!plan.is_empty()).then(|| (target, Arc::new(plan)))).transpose()
     })
+}
+
+/// The source's page table as a target knows it: the offered pages, of the rank's own pool, at the entries that they are
+/// for, and between them others that the right ranks own, which are not read.
+fn table_of(task: &Task, offered: &[PageRef]) -> PageTable {
+    let src = task.pair.src();
+    let entries = src.entries(task.source, task.tokens, task.rotation);
+    let mut table = PageTable::rotated(task.rotation, u32::try_from(entries.end()).unwrap_or(u32::MAX));
+    for (entry, PageRef { page, .. }) in entries.iter().zip(offered) {
+        let place = usize::try_from(entry).ok().and_then(|at| table.0.get_mut(at));
+        if let Some((place, page)) = place.zip(src.logical_page(task.source, *page)) {
+            *place = page;
+        }
+    }
+    table
 }
 
 /// The legs of a pull: the pages and the slot that the source offered, and our own.
@@ -69,10 +87,7 @@ pub(crate) fn pull_legs(
     let Task { pair, table, .. } = task;
     let (source, tokens) = (task.source, task.tokens);
     let slots = slot.zip(task.slot).map(|(theirs, ours)| (theirs.slot, ours));
-    // Entries before the offered ones are not read.
-    let before = usize::try_from(page_span(pair.src(), source, tokens).start).unwrap_or(usize::MAX);
-    let entries = std::iter::repeat_n(PageId(0), before).chain(offered.iter().map(|p| p.page));
-    let theirs = PageTable(entries.collect());
+    let theirs = table_of(task, offered);
     let mut legs = Vec::new();
     for &target in task.targets.iter() {
         let (src, dst) = (End { rank: source, table: &theirs }, End { rank: target, table });
@@ -80,20 +95,16 @@ pub(crate) fn pull_legs(
         if plan.is_empty() {
             continue;
         }
-        let read: BTreeSet<u64> = plan
+        // Rows are those of the rank's own pool, and so are the pages that were offered.
+        let read: BTreeSet<PageId> = plan
             .groups()
             .iter()
             .filter(|group| !group.part.is_state())
-            .filter_map(|group| Some((group, pair.src().part(group.part)?.page_size)))
-            .flat_map(|(group, size)| {
-                plan.group_runs(group).iter().map(move |r| r.src_row.0 / u64::from(size.max(1)))
-            })
+            .filter_map(|group| Some((group, pair.src().part(group.part)?)))
+            .flat_map(|(group, layout)| plan.group_runs(group).iter().map(|r| layout.page(r.src_row)))
             .collect();
-        let source_pages = offered
-            .iter()
-            .filter(|p| read.contains(&u64::from(p.page.0)))
-            .map(|p| (p.page, p.generation))
-            .collect();
+        let source_pages =
+            offered.iter().filter(|p| read.contains(&p.page)).map(|p| (p.page, p.generation)).collect();
         let source_slot = slot.map(|slot| (slot.slot, slot.generation));
         legs.push(Leg { target, plan: Arc::new(plan), source_pages, source_slot });
     }

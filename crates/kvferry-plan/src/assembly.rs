@@ -3,9 +3,9 @@
 //! [`crate::Coverage`] asks whether every rank spoke of every chunk; this asks whether what they said adds up, which
 //! matters where page ids decide who holds what. Not for bytes: whether the right ones arrived is the digest's question.
 //!
-//! `kvferry-session` does not use it yet. Its offers are one token range for each source rank, which says everything
-//! as long as positions decide; the engine has no page-sharded side. Who embeds the planner for one finds the check
-//! here, `kvferry bench plan` times it.
+//! `kvferry-session` does not need it: its offers are one token range for each source rank and one [`crate::Rotation`]
+//! for all, which says everything, because owners in the tables of this engine are cyclic. Who embeds the planner for an
+//! engine that deals pages in any order finds the check here; `kvferry bench plan` times it.
 
 use alloc::collections::BTreeMap;
 

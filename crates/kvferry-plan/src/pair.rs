@@ -18,8 +18,8 @@ pub struct End<'a> {
     /// The rank.
     pub rank: RankId,
     /// Its pages. An end whose rows are not wanted (a receiver does not know the sender's pages) passes
-    /// [`PageTable::identity`]; where tokens are [`crate::TokenMap::PageSharded`] the page ids say who holds what, and
-    /// a receiver asks [`Pair::landing`] instead.
+    /// [`PageTable::identity`]. Where tokens are [`crate::TokenMap::PageSharded`] the page ids say who holds what: a
+    /// receiver passes [`PageTable::rotated`], or asks [`Pair::landing`] where owners are not cyclic.
     pub table: &'a PageTable,
 }
 

@@ -5,7 +5,7 @@ use minicbor::{Decode, Encode};
 use serde::{Deserialize, Serialize};
 
 use crate::unsupported::unsupported;
-use crate::{Axis, PageId, Row, Unsupported};
+use crate::{Axis, PageId, Rotation, Row, Unsupported};
 
 /// A request's pages on one rank (mirrored on all ranks of an instance): entry `k` holds local rows
 /// `k * page_size .. (k + 1) * page_size`, counted from token 0 of the request, held prefix included.
@@ -19,7 +19,18 @@ impl PageTable {
     /// Page `k` at entry `k`: for a side whose rows do not matter, or that owns its whole pool.
     #[must_use]
     pub fn identity(pages: u32) -> Self {
-        Self((0..pages).map(PageId).collect())
+        Self::rotated(Rotation(0), pages)
+    }
+
+    /// Page `rotation + k` at entry `k`: for a receiver, which knows of the pages of a sharded side only who owns them.
+    ///
+    /// ```
+    /// use kvferry_plan::{PageId, PageTable, Rotation};
+    /// assert_eq!(PageTable::rotated(Rotation(2), 3), PageTable([2, 3, 4].map(PageId).into()));
+    /// ```
+    #[must_use]
+    pub fn rotated(rotation: Rotation, pages: u32) -> Self {
+        Self((0..pages).map(|k| PageId(k.saturating_add(rotation.0))).collect())
     }
 
     /// The pool row of local index `local`.

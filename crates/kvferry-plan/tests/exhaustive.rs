@@ -104,6 +104,7 @@ fn all_axes_at_once() {
                     }
                     if (i + j + k) % 3 == 1 {
                         case.check_covers();
+                        case.check_rotation(Rotation((i + j) as u32));
                     }
                     checked += 1;
                 }

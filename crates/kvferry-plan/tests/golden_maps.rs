@@ -88,6 +88,44 @@ fn a_shard_rank_sends_the_recorded_pages() {
     assert_eq!(checked, 143 + 116);
 }
 
+/// Where the recorded owners are cyclic, the rotation alone says which positions a rank sends: to the rank, and to a
+/// receiver that knows none of the pages.
+#[test]
+fn recorded_positions_follow_from_the_rotation() {
+    let file = vectors("shard_filter");
+    let mut checked = 0;
+    let mut check = |ranks: u32, rank: u32, pages: &[u64], start: u64, positions: &[u64]| {
+        let side = sharded(ranks);
+        let table = PageTable(pages.iter().map(|page| PageId(*page as u32)).collect());
+        let Ok(first) = side.rotation(&table) else { return };
+        let before = (start % u64::from(ranks)) as u32;
+        let rotation = Rotation((first.0 + ranks - before) % ranks);
+        let tokens = TokenRange::new(start * 2, (start + pages.len() as u64) * 2);
+        let entries = side.entries(RankId(rank), tokens, rotation);
+        assert_eq!(entries.iter().collect::<Vec<_>>(), positions, "{pages:?} from {start}");
+        let told: Vec<_> = (0..pages.len() as u64).map(|k| u64::from(rotation.0) + start + k).collect();
+        let seen: Vec<_> = sent_pages(&side, rank, &told, start).into_iter().map(|(_, at)| at).collect();
+        assert_eq!(seen, positions, "{pages:?} from {start}");
+        checked += 1;
+    };
+    for case in list(&file, "cases") {
+        let (ranks, rank) = (number(case, "shard_size"), number(case, "shard_rank"));
+        let start = u64::from(number(case, "start"));
+        check(ranks, rank, &numbers(case, "kv_indices"), start, &numbers(case, "positions"));
+    }
+    for case in list(&file, "sender") {
+        let (ranks, rank) = (number(case, "shard_size"), number(case, "shard_rank"));
+        let pages = numbers(case, "page_ids");
+        for step in list(case, "steps") {
+            let [from, to] = numbers(step, "chunk")[..] else { panic!("{step}") };
+            let piece = &pages[from as usize..to as usize];
+            check(ranks, rank, piece, from, &numbers(step, "positions"));
+        }
+    }
+    // Of 143 and 116 recorded ones; in the others owners are out of turn.
+    assert_eq!(checked, 25 + 116);
+}
+
 #[test]
 fn logical_pages_lie_where_recorded() {
     for case in list(&vectors("shard_filter"), "placement") {
@@ -239,6 +277,7 @@ fn each_target_gets_the_bytes_that_the_recorded_ranks_hold() {
         };
         // Every target byte once, by any of our source ranks.
         case_of.check_bytes();
+        case_of.check_rotation(Rotation(1));
         let expected = &case["expected"];
         if expected["error"].is_string() {
             beyond.push(format!("sharded prefill tp={tp} to decode tp={}", dst.tp));

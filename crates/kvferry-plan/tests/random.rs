@@ -114,15 +114,17 @@ proptest! {
     #![proptest_config(config(300))]
 
     #[test]
-    fn small_cases_byte_by_byte(case in case(60)) {
+    fn small_cases_byte_by_byte(case in case(60), rotation in 0_u32..8) {
         case.check_rows();
         case.check_bytes();
         case.check_covers();
+        case.check_rotation(Rotation(rotation));
     }
 
     #[test]
-    fn large_cases_row_by_row(case in case(3_000)) {
+    fn large_cases_row_by_row(case in case(3_000), rotation in 0_u32..8) {
         case.check_rows();
         case.check_covers();
+        case.check_rotation(Rotation(rotation));
     }
 }

@@ -153,6 +153,13 @@ fn interrogate(
         }
         for table in tables {
             let _ = (table.check(n as u32), table.row(n, m as u32));
+            let _ = side.rotation(table).map(|rotation| assert_eq!(side.check_rotation(rotation), Ok(())));
+        }
+        for rotation in [n, m].map(|n| Rotation(n as u32)) {
+            let entries = side.entries(rank(n, side), tokens, rotation);
+            let last = entries.iter().take(9).last();
+            assert!(last.is_none_or(|k| k < entries.end()) && entries.is_empty() == last.is_none());
+            let _ = (side.logical_page(RankId(m as u32), PageId(n as u32)), entries.before(&entries));
         }
     }
     let Ok(pair) = Pair::with(shape.clone(), sides[0].clone(), sides[1].clone(), Dtypes::Converted) else {

@@ -16,7 +16,7 @@ use axum::{
     routing::{delete, get, post},
 };
 use kvferry_engine::{Engine, EngineConfig, HandOff, Model, RoomLease};
-use kvferry_node::{Node, NodeConfig, Observer};
+use kvferry_node::{Node, NodeConfig, Observer, SourceFault};
 use kvferry_plan::{Blame, Bytes, Descriptor, Incarnation, InstanceId, RoomKey};
 use kvferry_registry::{Client, Guarded, Member, Registration, Role, State, bind_loopback};
 use kvferry_transport::{Inject, TransportKind};
@@ -60,6 +60,8 @@ pub struct InstanceConfig {
     pub convert_kv: bool,
     /// A fault to commit on what lands here.
     pub inject: Option<Inject>,
+    /// A fault to commit in what a prefill instance sends.
+    pub fault: Option<SourceFault>,
     /// How long a request may wait for pages.
     pub queue: Duration,
     /// Who collects the spans of its rooms.
@@ -226,6 +228,7 @@ impl Instance {
             transports: config.transports,
             digest: config.digest,
             inject: config.inject,
+            fault: config.fault,
             limits,
         })?;
         let member = Member {

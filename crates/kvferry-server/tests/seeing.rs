@@ -81,6 +81,7 @@ impl Cluster {
                 digest: true,
                 convert_kv: false,
                 inject: None,
+                fault: None,
                 queue: InstanceConfig::QUEUE,
                 traces: Some(spans.clone()),
             };
@@ -520,6 +521,7 @@ async fn an_instance_is_ready_only_when_it_would_be_found() {
         digest: true,
         convert_kv: false,
         inject: None,
+        fault: None,
         queue: InstanceConfig::QUEUE,
         traces: None,
     };

@@ -2,7 +2,7 @@
 
 use alloc::vec::Vec;
 use core::time::Duration;
-use kvferry_plan::{Bytes, RankId, TokenRange};
+use kvferry_plan::{Bytes, RankId, Rotation, TokenRange};
 
 use crate::{Cause, FirstToken, Message, PageRef, SlotRef};
 
@@ -23,8 +23,10 @@ pub struct Work {
     pub source: RankId,
     /// The chunk.
     pub tokens: TokenRange,
-    /// The source's pages when the target moves: the entries [`crate::page_span`] of the source's page table.
+    /// The source's pages when the target moves, as in [`crate::Offer::pages`].
     pub pages: Vec<PageRef>,
+    /// Who owns the first page of the source's table.
+    pub rotation: Rotation,
     /// The source's state slot when the target moves and this chunk ends the room, in a model with state.
     pub slot: Option<SlotRef>,
 }

@@ -37,7 +37,7 @@ pub use cause::{Cause, CauseKind, Side};
 pub use deadlines::Deadlines;
 pub use frame::{MAX_HELLO, MAX_MESSAGE, WireError, decode, encode, frame_len};
 pub use limits::Limits;
-pub use pairing::{Pairing, PairingError, Peer, page_span};
+pub use pairing::{Pairing, PairingError, Peer};
 pub use source::Source;
 pub use target::{SourceProcess, Target, TargetRoom};
 pub use time::Time;

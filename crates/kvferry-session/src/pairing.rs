@@ -8,31 +8,10 @@ use alloc::{
 };
 use kvferry_plan::{
     Axis, Descriptor, Incarnation, InstanceId, Mismatch, Pair, PartLayout, Placement, PoolLayout, RankId,
-    TokenMap, TokenRange,
+    TokenMap,
 };
 
 use crate::{Capabilities, Endpoint, Hello, Message, Refuse, Side};
-
-/// The pages of `rank`'s page table that `tokens` touch, over all parts, as entry numbers. Both sides compute the
-/// same, so an [`crate::Offer`] needs no positions.
-#[must_use]
-pub fn page_span(placement: &Placement, rank: RankId, tokens: TokenRange) -> core::ops::Range<u64> {
-    let mut span: Option<core::ops::Range<u64>> = None;
-    for part in placement.parts.iter().filter(|part| !part.part.is_state()) {
-        let class = placement.class(part.part, rank);
-        let owned = part.tokens.owned(tokens.start, class)..part.tokens.owned(tokens.end, class);
-        let size = u64::from(part.page_size.max(1));
-        if owned.is_empty() {
-            continue;
-        }
-        let pages = owned.start / size..(owned.end - 1) / size + 1;
-        span = Some(match span {
-            Some(span) => span.start.min(pages.start)..span.end.max(pages.end),
-            None => pages,
-        });
-    }
-    span.unwrap_or(0..0)
-}
 
 /// A peer that has been found to fit: what stays of the two hellos.
 #[derive(Clone, Debug)]
@@ -49,7 +28,7 @@ pub struct Peer {
     pub descriptor: Arc<Descriptor>,
     /// Source and target placement.
     pub pair: Arc<Pair>,
-    /// Pages of each of the peer's pools.
+    /// Pages that requests can own at the peer, as its [`Hello::pages`].
     pub pages: u32,
     /// State slots of each of the peer's pools.
     pub slots: u32,
@@ -157,14 +136,13 @@ impl Pairing {
         differ("digest", &on(ours), &on(&peer))?;
 
         self.check_layers(&peer)?;
-        check_positions(&peer)?;
-
         let shape = ours.descriptor.shape.clone();
         let (mine, theirs) = (ours.descriptor.placement.clone(), peer.descriptor.placement.clone());
         let (src, dst) = match self.side {
             Side::Source => (&mine, &theirs),
             Side::Target => (&theirs, &mine),
         };
+        self.check_sharding(src, dst)?;
         let pair = Pair::with(shape, src.clone(), dst.clone(), dtypes).map_err(|unsupported| Mismatch {
             field: unsupported.axis.to_string(),
             ours: describe(unsupported.axis, &mine),
@@ -217,6 +195,28 @@ impl Pairing {
         })
     }
 
+    /// A source may deal its pages to its ranks, all parts alike: then an offer's pages are those that its rank owns. A
+    /// target may not: the tables of both sides would decide who has what, and no message carries the target's.
+    fn check_sharding(&self, src: &Placement, dst: &Placement) -> Result<(), Mismatch> {
+        let sharded = |part: &&PartLayout| matches!(part.tokens, TokenMap::PageSharded { .. });
+        let rows = || src.parts.iter().filter(|part| !part.part.is_state());
+        let (part, source, target) = if let Some(part) = dst.parts.iter().find(sharded) {
+            let fix = "page-sharded, which only prefill may be: leave `shard=on` out of decode's layout";
+            (part.part, "any", fix)
+        } else if let Some(part) = rows().find(|part| !sharded(part))
+            && rows().any(|part| sharded(&part))
+        {
+            (part.part, "not page-sharded as its other parts are: shard all of them, or none", "any")
+        } else {
+            return Ok(());
+        };
+        let (ours, theirs) = match self.side {
+            Side::Source => (source, target),
+            Side::Target => (target, source),
+        };
+        Err(Mismatch { field: format!("{part}.tokens"), ours: ours.into(), theirs: theirs.into() })
+    }
+
     /// A peer whose pools would not fit an address space would make later arithmetic overflow.
     fn check_pool(&self, pair: &Pair, pages: u32) -> Result<(), Mismatch> {
         let placement = match self.side {
@@ -244,18 +244,6 @@ fn describe(axis: Axis, placement: &Placement) -> String {
         },
         _ => format!("{} stages x cp {} x tp {}", placement.stages.len(), placement.cp, placement.tp),
     }
-}
-
-/// Where page ids decide which rank holds a token, a side would have to tell the other its page table, which no message
-/// of this version does.
-fn check_positions(peer: &Hello) -> Result<(), Mismatch> {
-    let sharded = |part: &&PartLayout| matches!(part.tokens, TokenMap::PageSharded { .. });
-    let Some(part) = peer.descriptor.placement.parts.iter().find(sharded) else { return Ok(()) };
-    Err(Mismatch {
-        field: format!("{}.tokens", part.part),
-        ours: "dense or interleaved".into(),
-        theirs: "page-sharded, which can be planned but not handed over yet".into(),
-    })
 }
 
 /// Ranks that are named must be some of the instance's, each once.

@@ -7,11 +7,11 @@ use alloc::{
     vec::Vec,
 };
 use core::time::Duration;
-use kvferry_plan::{Bytes, Pair, RankId, RoomKey, Token, TokenRange};
+use kvferry_plan::{Bytes, Pair, RankId, RoomKey, Rotation, Token, TokenRange};
 
 use crate::{
     Abort, Action, Cause, CauseKind, Closed, Final, FirstToken, Head, Leg, Limits, Message, Mover, Offer,
-    Open, Outcome, PageRef, Prompt, Sent, Side, SlotRef, Time, Work, page_span,
+    Open, Outcome, PageRef, Prompt, Sent, Side, SlotRef, Time, Work,
 };
 
 /// A computed chunk and where each source rank keeps it.
@@ -60,6 +60,8 @@ pub struct Source {
     ranks: Vec<RankId>,
     /// Where they keep the request's state; empty in a model without.
     state: Vec<SlotRef>,
+    /// Which rank owns the first page, where pages are sharded.
+    rotation: Rotation,
     limits: Limits,
     phase: Phase,
     reader: Option<Reader>,
@@ -83,6 +85,7 @@ impl Source {
             prompt: None,
             ranks,
             state: Vec::new(),
+            rotation: Rotation(0),
             limits,
             phase: Phase::Running,
             reader: None,
@@ -106,6 +109,12 @@ impl Source {
     #[must_use]
     pub fn with_state(self, state: Vec<SlotRef>) -> Self {
         Self { state, ..self }
+    }
+
+    /// The same room of a request with this rotation, on a side that shards its pages.
+    #[must_use]
+    pub fn with_rotation(self, rotation: Rotation) -> Self {
+        Self { rotation, ..self }
     }
 
     /// The target opened the room over a transport whose mover is `mover`. A repeat changes nothing.
@@ -144,7 +153,7 @@ impl Source {
         self.finish_if_due();
     }
 
-    /// A chunk is computed; `pages` are, for each of our ranks, its pages of it, in the order of [`page_span`].
+    /// A chunk is computed; `pages` are, for each of our ranks, its pages of it, as an [`Offer`] lists them.
     pub fn chunk(&mut self, tokens: TokenRange, pages: Vec<Vec<PageRef>>, now: Time) {
         if !matches!(self.phase, Phase::Running) {
             return;
@@ -341,25 +350,30 @@ impl Source {
         if tokens.is_empty() {
             return;
         }
+        let rotation = self.rotation;
         for (place, &source) in self.ranks.iter().enumerate() {
+            let entries = |tokens| reader.pair.src().entries(source, tokens, rotation);
+            let cut = entries(tokens);
             let pages = match reader.mover {
                 Mover::Source => Vec::new(),
                 Mover::Target => {
                     // The target may want less than the chunk: cut its pages out of the chunk's.
-                    let whole = page_span(reader.pair.src(), source, chunk.tokens);
-                    let cut = page_span(reader.pair.src(), source, tokens);
-                    let skip = usize::try_from(cut.start.saturating_sub(whole.start)).unwrap_or(usize::MAX);
-                    let take = usize::try_from(cut.end - cut.start).unwrap_or(usize::MAX);
+                    let skip = usize::try_from(entries(chunk.tokens).before(&cut)).unwrap_or(usize::MAX);
+                    let take = usize::try_from(cut.count()).unwrap_or(usize::MAX);
                     let all = chunk.pages.get(place).map(Vec::as_slice).unwrap_or_default();
                     all.iter().skip(skip).take(take).copied().collect()
                 }
             };
-            let last = reader.mover == Mover::Target && tokens.end == self.tokens.end;
-            let slot = self.state.get(place).copied().filter(|_| last);
-            let offer = Offer { head: reader.head, source, tokens, pages, slot };
+            let state = self.state.get(place).copied().filter(|_| tokens.end == self.tokens.end);
+            let slot = state.filter(|_| reader.mover == Mover::Target);
+            let offer = Offer { head: reader.head, source, tokens, pages, slot, rotation };
             self.actions.push_back(Action::Send(Message::Offer(offer)));
-            self.running.insert((source, tokens));
-            self.actions.push_back(Action::Execute(Work { source, tokens, pages: Vec::new(), slot: None }));
+            // A rank that owns none of the chunk's pages has said so, and has nothing to do.
+            if !cut.is_empty() || state.is_some() {
+                self.running.insert((source, tokens));
+                let work = Work { source, tokens, pages: Vec::new(), rotation, slot: None };
+                self.actions.push_back(Action::Execute(work));
+            }
         }
     }
 

@@ -8,13 +8,12 @@ use alloc::{
     vec::Vec,
 };
 use core::time::Duration;
-use kvferry_plan::{Bytes, Generation, Incarnation, Pair, RankId, RoomKey, TokenRange};
+use kvferry_plan::{Bytes, Generation, Incarnation, Pair, RankId, RoomKey, Rotation, TokenRange};
 
 use crate::{
     Abort, Action, Cause, CauseKind, Closed, Done, Head, Leg, Limits, Message, Mover, Offer, Open, Outcome,
     Prompt, Received, Settled, Side, Time, Work,
     intake::{Intake, due},
-    page_span,
 };
 
 /// One process of the source instance.
@@ -24,7 +23,7 @@ pub struct SourceProcess {
     pub incarnation: Incarnation,
     /// The source ranks that live in it.
     pub ranks: Vec<RankId>,
-    /// Pages of each of its pools.
+    /// Pages that requests can own there: of each of its pools, or of all of them together where pages are sharded.
     pub pages: u32,
     /// State slots of each of its pools.
     pub slots: u32,
@@ -92,6 +91,8 @@ pub struct Target {
     intake: Intake,
     running: BTreeSet<(RankId, TokenRange)>,
     first_offer: Option<Time>,
+    /// Of the source's page table: what the first offer says.
+    rotation: Option<Rotation>,
     progress: Time,
     /// Whose connection is gone: they cannot be told.
     lost: Vec<Incarnation>,
@@ -109,6 +110,7 @@ impl Target {
             phase: Phase::Granting,
             running: BTreeSet::new(),
             first_offer: None,
+            rotation: None,
             progress: now,
             lost: Vec::new(),
             actions: [Action::Grant].into(),
@@ -303,6 +305,9 @@ impl Target {
     }
 
     fn offer(&mut self, offer: &Offer, now: Time) {
+        if let Err(finding) = self.check_rotation(offer) {
+            return self.protocol(finding, now);
+        }
         match self.intake.offer(offer.source, offer.tokens) {
             Ok(true) => {}
             Ok(false) => return,
@@ -311,18 +316,19 @@ impl Target {
         self.progress = now;
         self.first_offer.get_or_insert(now);
         if self.room.mover == Mover::Target {
-            let span = page_span(self.room.pair.src(), offer.source, offer.tokens);
-            if offer.pages.len() as u64 != span.end - span.start {
+            let entries = self.room.pair.src().entries(offer.source, offer.tokens, offer.rotation);
+            if offer.pages.len() as u64 != entries.count() {
                 let text = format!(
                     "source rank {} offered tokens {} in {} pages instead of {}",
                     offer.source,
                     offer.tokens,
                     offer.pages.len(),
-                    span.end - span.start
+                    entries.count()
                 );
                 return self.protocol(text, now);
             }
-            let pool = self.room.host(offer.source).map_or(0, |host| host.pages);
+            let pages = self.room.host(offer.source).map_or(0, |host| host.pages);
+            let pool = pages.div_ceil(self.room.pair.src().shard_ranks());
             if let Some(bad) = offer.pages.iter().find(|p| p.page.0 >= pool) {
                 let text = format!("source page {} of a pool of {pool}", bad.page);
                 return self.protocol(text, now);
@@ -338,15 +344,31 @@ impl Target {
                 );
                 return self.protocol(text, now);
             }
-            self.running.insert((offer.source, offer.tokens));
-            self.actions.push_back(Action::Execute(Work {
-                source: offer.source,
-                tokens: offer.tokens,
-                pages: offer.pages.clone(),
-                slot: offer.slot,
-            }));
+            if !offer.pages.is_empty() || offer.slot.is_some() {
+                self.running.insert((offer.source, offer.tokens));
+                self.actions.push_back(Action::Execute(Work {
+                    source: offer.source,
+                    tokens: offer.tokens,
+                    pages: offer.pages.clone(),
+                    rotation: offer.rotation,
+                    slot: offer.slot,
+                }));
+            }
         }
         self.complete(now);
+    }
+
+    /// Where pages are sharded, ranks own each token once only if all of them count from the same page.
+    fn check_rotation(&mut self, offer: &Offer) -> Result<(), String> {
+        let Offer { source, rotation, .. } = *offer;
+        if let Err(e) = self.room.pair.src().check_rotation(rotation) {
+            return Err(format!("source rank {source} offered {}", e.reason));
+        }
+        let known = *self.rotation.get_or_insert(rotation);
+        if known != rotation {
+            return Err(format!("source rank {source} offered rotation {rotation} of a room with {known}"));
+        }
+        Ok(())
     }
 
     fn take(&mut self, source: RankId, leg: Leg, now: Time) {

@@ -6,7 +6,7 @@
 use alloc::{string::String, vec::Vec};
 use kvferry_plan::{
     Bytes, Descriptor, Generation, Incarnation, InstanceId, Mismatch, PageId, PartDigest, RankId, RoomKey,
-    SlotId, TokenRange,
+    Rotation, SlotId, TokenRange,
 };
 use minicbor::{Decode, Encode};
 
@@ -66,7 +66,7 @@ pub struct Hello {
     /// What it caches and how.
     #[n(3)]
     pub descriptor: Descriptor,
-    /// Pages of each of its ranks' pools.
+    /// Pages that requests can own: of each of its ranks' pools, or of all together where pages are sharded.
     #[n(4)]
     pub pages: u32,
     /// Its transports, in its order of preference.
@@ -185,7 +185,7 @@ impl core::fmt::Display for Prompt {
     }
 }
 
-/// A page of the source's pool and the generation that it must still have after it was read.
+/// A page of a source rank's pool and the generation that it must still have after it was read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Encode, Decode)]
 pub struct PageRef {
     /// The page.
@@ -220,12 +220,16 @@ pub struct Offer {
     /// The tokens, in coordinates.
     #[n(2)]
     pub tokens: TokenRange,
-    /// Where the source keeps them, when the target moves: one entry per page of [`crate::page_span`].
+    /// Where the source rank keeps them, when the target moves: of its own pool the pages that are the
+    /// [`kvferry_plan::Placement::entries`] of the request's table, in their order.
     #[n(3)]
     pub pages: Vec<PageRef>,
     /// Where the source keeps the request's state, when the target moves it: with the chunk that ends the room.
     #[n(4)]
     pub slot: Option<SlotRef>,
+    /// Which rank of a source that shards its pages owns the request's first one: the same in all offers of a room.
+    #[cbor(n(5), skip_if = "Rotation::is_zero")]
+    pub rotation: Rotation,
 }
 
 /// What went from one source rank to one target rank for one chunk.

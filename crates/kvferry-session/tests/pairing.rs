@@ -171,3 +171,36 @@ fn anything_but_a_hello_first_is_a_breach() {
     let error = Pairing::new(hello("a", "tp=1"), Side::Source, None).answer(bye).unwrap_err();
     assert_eq!((error.blame(), error.refusal()), (Blame::PeerMisbehaved, None));
 }
+
+/// Prefill may deal its pages to its ranks; decode may not, and both say so.
+#[test]
+fn only_prefill_may_be_sharded() {
+    let pairing = |mine: &Hello, side, theirs: &Hello| {
+        Pairing::new(mine.clone(), side, None).answer(Message::Hello(theirs.clone()))
+    };
+    let (prefill, decode) = (hello("prefill", "cp=2,shard=on"), hello("decode", "tp=2"));
+    let source = pairing(&prefill, Side::Source, &decode).unwrap();
+    let target = pairing(&decode, Side::Target, &prefill).unwrap();
+    assert_eq!((source.pair.src().shard_ranks(), target.pair.src().shard_ranks()), (2, 2));
+
+    let (prefill, decode) = (hello("prefill", "tp=2"), hello("decode", "cp=2,shard=on"));
+    let seen_by_prefill = pairing(&prefill, Side::Source, &decode).unwrap_err();
+    assert_eq!(
+        seen_by_prefill.to_string(),
+        "refused the peer: `key.tokens` differs: here any, at the peer page-sharded, which only prefill may be: leave \
+         `shard=on` out of decode's layout"
+    );
+    let seen_by_decode = pairing(&decode, Side::Target, &prefill).unwrap_err();
+    let turned = |error: &PairingError| {
+        let mismatch = error.mismatch().unwrap().clone();
+        (mismatch.field, mismatch.theirs, mismatch.ours)
+    };
+    let told = seen_by_prefill.mismatch().unwrap();
+    assert_eq!(turned(&seen_by_decode), (told.field.clone(), told.ours.clone(), told.theirs.clone()));
+
+    // Keys that are dealt by page and values that are not: an offer could not list pages of both.
+    let mut mixed = hello("prefill", "cp=2,shard=on");
+    mixed.descriptor.placement.parts[1].tokens = TokenMap::Dense;
+    let error = pairing(&hello("decode", "tp=1"), Side::Target, &mixed).unwrap_err();
+    assert_eq!(error.mismatch().unwrap().field, "value.tokens");
+}

@@ -5,12 +5,12 @@ use std::{sync::Arc, time::Duration};
 
 use kvferry_plan::{
     Attempt, Blame, Bytes, CacheShape, Dtype, End, Generation, Incarnation, LayoutSpec, PageId, PageTable,
-    Pair, PartDigest, RankId, RoomId, RoomKey, TokenRange,
+    Pair, PartDigest, RankId, RoomId, RoomKey, Rotation, TokenRange,
 };
 use kvferry_session::{
     Abort, Action, Cause, CauseKind, Closed, Deadlines, Done, Final, FirstToken, Head, Leg, Limits, Message,
     Mover, Offer, Open, PageRef, Prompt, Settled, Side, Source, SourceProcess, Target, TargetRoom, Time,
-    Tombstones, Work, page_span,
+    Tombstones, Work,
 };
 use proptest::prelude::*;
 
@@ -79,7 +79,14 @@ fn leg(source: u32, tokens: TokenRange) -> Leg {
 }
 
 fn offer(source: u32, tokens: TokenRange, pages: Vec<PageRef>) -> Message {
-    Message::Offer(Offer { head: head().reply(), source: RankId(source), tokens, pages, slot: None })
+    Message::Offer(Offer {
+        head: head().reply(),
+        source: RankId(source),
+        tokens,
+        pages,
+        slot: None,
+        rotation: Rotation(0),
+    })
 }
 
 fn manifest(source: u32, legs: Vec<Leg>) -> Message {
@@ -267,7 +274,7 @@ fn without_digests_sums_are_not_compared_and_bytes_still_are() {
 fn a_target_that_pulls_takes_only_pages_that_can_be() {
     let mut room = target(Mover::Target, true);
     room.message(&offer(1, ALL, refs(0..4)), at(1));
-    let work = Work { source: RankId(1), tokens: ALL, pages: refs(0..4), slot: None };
+    let work = Work { rotation: Rotation(0), source: RankId(1), tokens: ALL, pages: refs(0..4), slot: None };
     assert_eq!(room.poll(), Some(Action::Execute(work)));
     room.message(&offer(1, ALL, refs(0..4)), at(1));
     assert_eq!(room.poll(), None, "a repeat is not executed again");
@@ -582,16 +589,19 @@ proptest! {
     }
 
     #[test]
-    fn a_span_is_exactly_what_the_planner_reads(
-        layout in 0_usize..5, start in 0_u64..60, len in 1_u64..60,
+    fn entries_are_exactly_what_the_planner_reads(
+        layout in 0_usize..8, start in 0_u64..60, len in 1_u64..60, rotation in 0_u32..4,
     ) {
         let shape = CacheShape::mla(1, 4);
         let specs = ["tp=1,page=4", "tp=2,dcp=2,page=4", "tp=4,dcp=4,interleave=3,page=2", "tp=3,page=16",
-            "tp=4,dcp=2,interleave=8,page=3"];
+            "tp=4,dcp=2,interleave=8,page=3", "tp=4,shard=on,page=3", "tp=2,shard=on,page=16",
+            "cp=2,tp=2,shard=on,page=5"];
         let (src, dst) = (place(&shape, specs[layout]), place(&shape, "tp=1,page=5"));
         let pair = Pair::new(shape, src, dst).unwrap();
         let tokens = TokenRange::new(start, start + len);
-        let table = PageTable::identity(200);
+        let rotation = Rotation(rotation % pair.src().shard_ranks());
+        let table = PageTable::rotated(rotation, 200);
+        prop_assert_eq!(pair.src().rotation(&table), Ok(rotation));
         let size = u64::from(pair.src().parts[0].page_size);
         let mut of_class = std::collections::BTreeMap::<u32, std::collections::BTreeSet<u64>>::new();
         for rank in (0..pair.src().ranks()).map(RankId) {
@@ -601,11 +611,20 @@ proptest! {
             let rows = plan.runs().iter().flat_map(kvferry_plan::Run::expand);
             of_class.entry(class).or_default().extend(rows.map(|(_, row, _)| row.0 / size));
         }
-        for rank in (0..pair.src().ranks()).map(RankId) {
+        let ranks = (0..pair.src().ranks()).map(RankId);
+        for rank in ranks.clone() {
             // Ranks of one class hold the same pages and are dealt them.
             let class = pair.src().class(kvferry_plan::Part::Latent, rank);
-            let span: Vec<_> = page_span(pair.src(), rank, tokens).collect();
-            prop_assert_eq!(&span, &of_class[&class].iter().copied().collect::<Vec<_>>());
+            let entries = pair.src().entries(rank, tokens, rotation);
+            let pages = entries.iter().map(|k| u64::from(pair.src().local_page(table.0[k as usize]).0));
+            prop_assert_eq!(pages.collect::<Vec<_>>(), of_class[&class].iter().copied().collect::<Vec<_>>());
+            let all = ranks.clone().map(|rank| pair.src().entries(rank, tokens, rotation));
+            if pair.src().shard_ranks() > 1 {
+                let last = all.filter_map(|entries| entries.iter().last()).max();
+                prop_assert_eq!(Some(entries.end()), last.map(|last| last + 1));
+            } else {
+                prop_assert_eq!(entries.end(), entries.iter().last().map_or(0, |last| last + 1));
+            }
         }
     }
 }

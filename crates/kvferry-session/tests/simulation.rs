@@ -7,6 +7,8 @@
 //! fault stay in [`KEPT`].
 #![allow(clippy::expect_used, clippy::panic, clippy::unwrap_used, reason = "helpers of tests")]
 
+mod dice;
+
 use std::{
     cmp::Reverse,
     collections::{BTreeMap, BTreeSet, BinaryHeap},
@@ -14,13 +16,14 @@ use std::{
     time::Duration,
 };
 
+use dice::Dice;
 use kvferry_plan::{
     Attempt, Bytes, CacheShape, Dtype, End, Generation, Incarnation, LayoutSpec, PageId, PageTable, Pair,
-    PartDigest, RankId, RoomId, RoomKey, TokenRange,
+    PartDigest, RankId, RoomId, RoomKey, Rotation, Token, TokenRange,
 };
 use kvferry_session::{
     Action, Cause, CauseKind, FirstToken, Leg, Limits, Message, Mover, Outcome, PageRef, Received, Sent,
-    Side, Source, SourceProcess, Target, TargetRoom, Time, Tombstones, Work, decode, encode, page_span,
+    Side, Source, SourceProcess, Target, TargetRoom, Time, Tombstones, Work, decode, encode,
 };
 
 const FIRST: FirstToken = FirstToken { token: 42, logprob: -0.5 };
@@ -29,26 +32,6 @@ const PAGES: u32 = 64;
 const SEEDS: u64 = 8000;
 /// Seeds that once failed, whether a machine or the simulation was at fault. They are run in any case.
 const KEPT: [u64; 1] = [304];
-
-/// xorshift64*; the same on every machine.
-struct Dice(u64);
-
-impl Dice {
-    fn new(seed: u64) -> Self {
-        Self(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1)
-    }
-
-    fn roll(&mut self, below: u64) -> u64 {
-        self.0 ^= self.0 >> 12;
-        self.0 ^= self.0 << 25;
-        self.0 ^= self.0 >> 27;
-        (self.0.wrapping_mul(0x2545_f491_4f6c_dd1d) >> 33) % below
-    }
-
-    fn one_in(&mut self, n: u64) -> bool {
-        self.roll(n) == 0
-    }
-}
 
 #[derive(Debug)]
 enum Event {
@@ -123,6 +106,8 @@ struct World {
     events: BTreeMap<u64, (Event, u64)>,
     next: u64,
     pair: Arc<Pair>,
+    /// Of the source's page table.
+    rotation: Rotation,
     tokens: TokenRange,
     mover: Mover,
     limits: Limits,
@@ -166,8 +151,11 @@ fn pair(dice: &mut Dice) -> Pair {
         (CacheShape::gqa(2, 2, 8), "tp=1,page=8", "tp=2,page=3"),
         (CacheShape::mla(2, 9), "tp=2,page=4", "tp=4,dcp=4,page=2"),
         (CacheShape::mla(1, 9), "tp=3,page=4", "tp=4,dcp=2,interleave=2,page=4"),
+        (CacheShape::mla(2, 9), "tp=4,shard=on,page=4", "tp=4,dcp=4,page=2"),
+        (CacheShape::gqa(1, 2, 8), "cp=2,tp=2,shard=on,page=8", "tp=1,page=4"),
+        (CacheShape::mla(1, 9), "cp=2,tp=2,shard=on,page=4", "tp=2,page=3"),
     ];
-    let (shape, src, dst) = &layouts[dice.roll(4) as usize];
+    let (shape, src, dst) = &layouts[dice.roll(layouts.len() as u64) as usize];
     let place = |spec: &str| spec.parse::<LayoutSpec>().unwrap().placement(shape, Dtype::Bf16).unwrap();
     Pair::new(shape.clone(), place(src), place(dst)).unwrap()
 }
@@ -176,6 +164,7 @@ impl World {
     fn new(seed: u64) -> Self {
         let mut dice = Dice::new(seed);
         let pair = Arc::new(pair(&mut dice));
+        let rotation = Rotation(dice.roll(pair.src().shard_ranks().into()) as u32);
         let tokens = TokenRange::new(0, 1 + dice.roll(40));
         let mut trouble = Trouble::default();
         // A third of the rooms are left alone.
@@ -205,6 +194,7 @@ impl World {
             next: 0,
             mover: if dice.one_in(2) { Mover::Source } else { Mover::Target },
             pair,
+            rotation,
             tokens,
             limits,
             trouble,
@@ -273,11 +263,11 @@ impl World {
     /// The legs of a piece of work as both sides would report them: the planner's bytes, and a digest that depends
     /// on everything that a real one does.
     fn legs(&self, source: RankId, tokens: TokenRange) -> Vec<Leg> {
-        let table = PageTable::identity(PAGES);
+        let (theirs, ours) = (PageTable::rotated(self.rotation, PAGES), PageTable::identity(PAGES));
         let mut legs = Vec::new();
         for target in (0..self.pair.dst().ranks()).map(RankId) {
-            let end = |rank| End { rank, table: &table };
-            let plan = self.pair.plan(end(source), end(target), tokens).unwrap();
+            let (src, dst) = (End { rank: source, table: &theirs }, End { rank: target, table: &ours });
+            let plan = self.pair.plan(src, dst, tokens).unwrap();
             let mut parts = Vec::new();
             for unit in plan.units() {
                 let sum = u64::from(source.0) << 40 | u64::from(target.0) << 20 | unit.first_token().0;
@@ -286,6 +276,23 @@ impl World {
             legs.push(Leg { target, tokens, parts, copies: plan.copies() });
         }
         legs
+    }
+
+    /// Where a source rank keeps these tokens in its own pool, found token by token.
+    fn pages(&self, rank: RankId, tokens: TokenRange) -> Vec<PageId> {
+        let src = self.pair.src();
+        let part = &src.parts[0];
+        let class = src.class(part.part, rank);
+        let mut pages = Vec::new();
+        for token in (tokens.start.0..tokens.end.0).map(Token) {
+            let Some(local) = part.tokens.local(token, class) else { continue };
+            let logical = PageId((local / u64::from(part.page_size)) as u32 + self.rotation.0);
+            if src.shard_ranks() == 1 || src.owner(logical) == class {
+                pages.push(src.local_page(logical));
+            }
+        }
+        pages.dedup();
+        pages
     }
 
     fn write(&mut self, source: RankId, leg: &Leg) {
@@ -329,6 +336,7 @@ impl World {
 
     fn work_at_source(&mut self, work: &Work) {
         let (source, tokens) = (work.source, work.tokens);
+        assert!(!self.pages(source, tokens).is_empty(), "work for a rank that owns nothing of the chunk");
         if self.mover == Mover::Target {
             let legs = self.legs(source, tokens);
             return self.soon(Event::Executed(Side::Source, source, tokens, Ok(legs)));
@@ -354,9 +362,10 @@ impl World {
 
     fn work_at_target(&mut self, work: &Work) {
         let (source, tokens) = (work.source, work.tokens);
-        let span = page_span(self.pair.src(), source, tokens);
-        let pages: Vec<_> = work.pages.iter().map(|p| u64::from(p.page.0)).collect();
-        assert_eq!(pages, span.collect::<Vec<_>>(), "the pages of the chunk, in order");
+        let pages: Vec<_> = work.pages.iter().map(|p| p.page).collect();
+        assert_eq!(pages, self.pages(source, tokens), "the rank's own pages of the chunk, in order");
+        assert_eq!(work.rotation, self.rotation);
+        assert!(!pages.is_empty(), "work without pages");
         self.reading.insert((source, tokens));
         if self.sticks(Side::Target, work) {
             return;
@@ -542,9 +551,8 @@ impl World {
             }
             Event::Chunk(tokens) => {
                 let refs = |rank| {
-                    page_span(self.pair.src(), rank, tokens)
-                        .map(|p| PageRef { page: PageId(p as u32), generation: Generation(1) })
-                        .collect()
+                    let pages = self.pages(rank, tokens).into_iter();
+                    pages.map(|page| PageRef { page, generation: Generation(1) }).collect()
                 };
                 let pages = (0..self.pair.src().ranks()).map(RankId).map(refs).collect();
                 if let Some(source) = &mut self.source {
@@ -591,7 +599,8 @@ impl World {
     fn announce(&mut self) {
         let now = self.time();
         let ranks = (0..self.pair.src().ranks()).map(RankId).collect();
-        self.source = Some(Source::new(key(), self.tokens, ranks, self.limits, now));
+        let source = Source::new(key(), self.tokens, ranks, self.limits, now);
+        self.source = Some(source.with_rotation(self.rotation));
         if let Some(open) = self.waiting.take() {
             self.opened(&open);
         }

@@ -6,7 +6,7 @@ use std::{fs, path::PathBuf};
 
 use kvferry_plan::{
     Attempt, Bytes, CacheShape, Descriptor, Dtype, Generation, Incarnation, InstanceId, LayoutSpec, Mismatch,
-    PROTOCOL, PageId, Part, PartDigest, RankId, RoomId, RoomKey, SlotId, TokenRange,
+    PROTOCOL, PageId, Part, PartDigest, RankId, RoomId, RoomKey, Rotation, SlotId, TokenRange,
 };
 use kvferry_session::{
     Abort, Capabilities, Cause, CauseKind, Closed, Done, Endpoint, Final, FirstToken, Goodbye, Head,
@@ -73,7 +73,14 @@ fn samples() -> Vec<(&'static str, Message)> {
         ("open", Message::Open(Open { head: head(), tokens, transport: "shm".into(), prompt: None })),
         (
             "offer-push",
-            Message::Offer(Offer { head: head(), source: RankId(1), tokens, pages: Vec::new(), slot: None }),
+            Message::Offer(Offer {
+                head: head(),
+                source: RankId(1),
+                tokens,
+                pages: Vec::new(),
+                slot: None,
+                rotation: Rotation(0),
+            }),
         ),
         (
             "offer-pull",
@@ -86,6 +93,18 @@ fn samples() -> Vec<(&'static str, Message)> {
                     PageRef { page: PageId(u32::MAX), generation: Generation(u64::MAX) },
                 ],
                 slot: None,
+                rotation: Rotation(0),
+            }),
+        ),
+        (
+            "offer-shard",
+            Message::Offer(Offer {
+                head: head(),
+                source: RankId(2),
+                tokens,
+                pages: vec![PageRef { page: PageId(4), generation: Generation(6) }],
+                slot: None,
+                rotation: Rotation(3),
             }),
         ),
         (
@@ -96,6 +115,7 @@ fn samples() -> Vec<(&'static str, Message)> {
                 tokens,
                 pages: Vec::new(),
                 slot: Some(SlotRef { slot: SlotId(3), generation: Generation(1 << 40) }),
+                rotation: Rotation(0),
             }),
         ),
         ("settled", Message::Settled(Settled { head: head(), source: RankId(2), tokens })),
@@ -287,9 +307,12 @@ fn any_message() -> impl Strategy<Value = Message> {
             transport,
             prompt: None,
         })),
-        (any_head(), any::<u32>(), tokens.clone(), pages).prop_map(|(head, source, tokens, pages)| {
-            Message::Offer(Offer { head, source: RankId(source), tokens, pages, slot: None })
-        }),
+        (any_head(), any::<(u32, u32)>(), tokens.clone(), pages).prop_map(
+            |(head, (source, rotation), tokens, pages)| {
+                let (source, rotation) = (RankId(source), Rotation(rotation));
+                Message::Offer(Offer { head, source, tokens, pages, slot: None, rotation })
+            },
+        ),
         (any_head(), any::<u32>(), tokens).prop_map(|(head, source, tokens)| {
             Message::Settled(Settled { head, source: RankId(source), tokens })
         }),

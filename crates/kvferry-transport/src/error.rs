@@ -41,11 +41,14 @@ pub enum Refusal {
     /// The unit is not the next one of the leg.
     #[n(9)]
     Sequence,
+    /// The source's pages are dealt otherwise than an earlier leg of the room said, or than its layout can deal them.
+    #[n(10)]
+    Rotation,
 }
 
 impl Refusal {
     /// All of them, by their code.
-    pub const ALL: [Self; 10] = [
+    pub const ALL: [Self; 11] = [
         Self::Attempt,
         Self::Generation,
         Self::Internal,
@@ -56,6 +59,7 @@ impl Refusal {
         Self::Range,
         Self::Room,
         Self::Sequence,
+        Self::Rotation,
     ];
 }
 
@@ -72,6 +76,7 @@ impl fmt::Display for Refusal {
             Self::Range => "the chunk is not inside the granted tokens",
             Self::Room => "the room is not granted or not any more",
             Self::Sequence => "the unit is not the next one of its leg",
+            Self::Rotation => "the leg's rotation is not that of its room, or not one of the source's layout",
         })
     }
 }

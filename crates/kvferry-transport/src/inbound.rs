@@ -141,7 +141,7 @@ impl Inbound {
 
     fn start(&self, id: &LegId) -> Result<Landing, Refusal> {
         let room = self.local.room(id.key, id.generation, self.from)?;
-        room.leg(id.source, id.target, id.tokens).inspect_err(|refusal| {
+        room.leg(id).inspect_err(|refusal| {
             room.report(id.source, id.target, id.tokens, Err(room.refused(*refusal)));
         })
     }
@@ -198,7 +198,7 @@ mod tests {
     use kvferry_arena::{Arena, Memory};
     use kvferry_plan::{
         Attempt, Bytes, CacheShape, Dtype, Generation, LayerId, PageId, PageTable, Pair, Part, Placement,
-        PoolLayout, RankId, RoomId, RoomKey, TokenRange,
+        PoolLayout, RankId, RoomId, RoomKey, Rotation, TokenRange,
     };
     use proptest::prelude::*;
 
@@ -244,13 +244,14 @@ mod tests {
     fn legs() -> impl Strategy<Value = LegId> {
         let token = || prop_oneof![3 => Just(0), 3 => Just(TOKENS), 2 => 0..TOKENS, 1 => any::<u64>()];
         let odd = |usual: u32| prop_oneof![15 => Just(usual), 1 => any::<u32>()];
-        (odd(1), odd(1), odd(0), odd(0), token(), token()).prop_map(
-            |(room, generation, source, target, a, b)| LegId {
+        (odd(1), odd(1), odd(0), odd(0), odd(0), token(), token()).prop_map(
+            |(room, generation, source, target, rotation, a, b)| LegId {
                 key: key(u128::from(room)),
                 generation: Generation(u64::from(generation)),
                 source: RankId(source),
                 target: RankId(target),
                 tokens: TokenRange::new(a, b),
+                rotation: Rotation(rotation),
             },
         )
     }
@@ -274,6 +275,7 @@ mod tests {
             source: RankId(0),
             target: RankId(0),
             tokens: TokenRange::new(0, TOKENS),
+            rotation: Rotation(0),
         }
     }
 
@@ -312,6 +314,63 @@ mod tests {
         assert_eq!(local.stats().grants, 1);
         local.revoke(leg.key, leg.generation);
         assert_eq!(local.stats().grants, 0);
+    }
+
+    /// A source in several processes has one page table: what the first leg of one of them says of it holds for all, in
+    /// every grant of that generation.
+    #[test]
+    fn the_processes_of_a_source_agree_on_a_rotation() {
+        let shape = CacheShape::mla(1, 4);
+        let whole = Placement::single(&shape, 16, Dtype::Bf16);
+        let mut sharded = whole.clone();
+        (sharded.tp, sharded.parts[0].tokens) = (2, kvferry_plan::TokenMap::PageSharded { ranks: 2 });
+        let local = Arc::new(Local::new(Setup::new(Incarnation { started_ms: 1, nonce: 1 })));
+        let layout = PoolLayout::new(&shape, &whole, RankId(0), 8).unwrap();
+        let arena = Arc::new(Arena::new("test", layout).unwrap());
+        local.register(RankId(0), Registration::host(arena)).unwrap();
+        let pair = Arc::new(Pair::new(shape, sharded, whole).unwrap());
+        let processes = [2, 3].map(|nonce| Incarnation { started_ms: 2, nonce });
+        let grant = |generation| {
+            for peer in processes {
+                let grant = Grant {
+                    key: key(1),
+                    generation: Generation(generation),
+                    peer,
+                    pair: Arc::clone(&pair),
+                    table: PageTable(GRANTED.into()),
+                    slot: None,
+                    tokens: TokenRange::new(0, TOKENS),
+                    ranks: vec![RankId(0)],
+                    digest: true,
+                    landed: Arc::new(drop),
+                };
+                local.grant(grant).unwrap();
+            }
+        };
+        let mut inbound = processes.map(|peer| Inbound::new(Arc::clone(&local), peer));
+        let mut begins = |process: usize, generation, rotation| {
+            let leg = LegId {
+                source: RankId(process as u32),
+                generation: Generation(generation),
+                rotation: Rotation(rotation),
+                ..first_leg()
+            };
+            // With rotation 1 rank 0 owns the second page and rank 1 the first.
+            let rows = if process as u32 == rotation { 16 } else { TOKENS as u32 - 16 };
+            let units = Units { first: 0, count: 1, row: 0, rows: None };
+            match inbound[process].accepts(&leg, &units, rows * 8) {
+                true => None,
+                false => inbound[process].end(&leg),
+            }
+        };
+        grant(1);
+        assert_eq!(begins(0, 1, 1), None);
+        assert_eq!(begins(1, 1, 0), Some(Refusal::Rotation));
+        assert_eq!(begins(1, 1, 1), None);
+        local.revoke(key(1), Generation(1));
+        grant(2);
+        assert_eq!(begins(1, 2, 0), None);
+        assert_eq!(begins(0, 2, 1), Some(Refusal::Rotation));
     }
 
     proptest! {

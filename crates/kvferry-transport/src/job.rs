@@ -2,7 +2,9 @@
 
 use std::{sync::Arc, time::Duration};
 
-use kvferry_plan::{Bytes, Generation, PageId, PartDigest, Plan, RankId, RoomKey, SlotId, TokenRange};
+use kvferry_plan::{
+    Bytes, Generation, PageId, PartDigest, Plan, RankId, RoomKey, Rotation, SlotId, TokenRange,
+};
 
 use crate::TransportError;
 
@@ -17,6 +19,8 @@ pub struct Job {
     pub source: RankId,
     /// The chunk.
     pub tokens: TokenRange,
+    /// Push only: of the source's page table, the same in all jobs of a room. The target plans from it where legs land.
+    pub rotation: Rotation,
     /// Whether the reports carry digests; without, sums are 0.
     pub digest: bool,
     /// One per target rank. A rank that gets nothing may have a leg with an empty plan: it is reported like any other.
@@ -31,7 +35,7 @@ pub struct Leg {
     /// The copy. The executing side uses the rows of its own memory; a source that pushes does not know the target's
     /// pages and plans with [`kvferry_plan::PageTable::identity`] for them, a target that pulls needs both sides.
     pub plan: Arc<Plan>,
-    /// Pull only: the source pages that the plan reads, with the generations that the source offered. Each is
+    /// Pull only: the pages of the source rank's own pool that the plan reads, with the generations that the source offered. Each is
     /// compared before and after each copy. Empty for a push, where the source pins its own pages.
     pub source_pages: Vec<(PageId, Generation)>,
     /// Pull only: likewise the source slot from which the plan reads state, if it does.

@@ -94,7 +94,10 @@ impl Local {
         if rooms.contains_key(&at) {
             return invalid("the room is granted already; revoke it first".into());
         }
-        rooms.insert(at, Arc::new(Room::new(grant, arenas, self.setup.inject, &self.counters)));
+        let same = rooms.range((key, Incarnation::default())..).take_while(|((of, _), _)| *of == key);
+        let mut same = same.filter(|(_, room)| room.grant().generation == grant.generation);
+        let rotation = same.next().map(|(_, room)| room.rotation()).unwrap_or_default();
+        rooms.insert(at, Arc::new(Room::new(grant, arenas, rotation, self.setup.inject, &self.counters)));
         Ok(())
     }
 

@@ -97,6 +97,7 @@ impl<'a> Out<'a> {
             source: job.source,
             target: leg.target,
             tokens: job.tokens,
+            rotation: job.rotation,
         };
         Self { id, leg, stage, used: 0, first: 0, count: 0, most, parts: Vec::new() }
     }

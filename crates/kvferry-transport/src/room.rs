@@ -4,32 +4,32 @@ use std::{
     collections::BTreeMap,
     ops::Range,
     os::fd::BorrowedFd,
-    sync::{Arc, PoisonError, RwLock, RwLockReadGuard},
+    sync::{Arc, OnceLock, PoisonError, RwLock, RwLockReadGuard},
     time::Instant,
 };
 
 use kvferry_arena::{Arena, ArenaError, Memory, Pieces, RowHasher, Side, Span, Wait, digest_rows};
 use kvferry_plan::{
-    Bytes, End, PageId, PageTable, Pair, Part, PartDigest, Plan, RankId, Row, SlotId, Token, TokenRange,
-    Unit, UnitId,
+    Bytes, End, PageId, PageTable, Pair, Part, PartDigest, Plan, RankId, Rotation, Row, SlotId, Token,
+    TokenRange, Unit, UnitId,
 };
 
 use crate::{
     Grant, Inject, Landed, LegReport, Refusal, TransportError,
     inject::{Faults, Spot},
     stats::{Counters, add},
-    wire::Units,
+    wire::{LegId, Units},
 };
 
 /// Bytes in a row that are worth a place of their own in a call that receives.
 const PLACE: u64 = 8 << 10;
 
-/// Any page numbers will do for a peer's pages, as long as there are enough for `end` tokens.
-pub(crate) fn source_table(pair: &Pair, end: Token) -> PageTable {
+/// Any page numbers will do for a peer's pages, as long as the right ranks own them and there are enough for `end` tokens.
+pub(crate) fn source_table(pair: &Pair, rotation: Rotation, end: Token) -> PageTable {
     let rows = pair.src().parts.iter().filter(|part| !part.part.is_state());
     let smallest = rows.map(|part| part.page_size).min().unwrap_or(1);
     let pages = end.0.div_ceil(u64::from(smallest.max(1)));
-    PageTable::identity(u32::try_from(pages).unwrap_or(u32::MAX))
+    PageTable::rotated(rotation, u32::try_from(pages).unwrap_or(u32::MAX))
 }
 
 /// A granted room.
@@ -39,6 +39,8 @@ pub(crate) struct Room {
     arenas: BTreeMap<RankId, Arc<Arena>>,
     /// False once fenced. Held for reading while bytes are written.
     live: RwLock<bool>,
+    /// Of the source's page table, once a leg has said it. Rooms that several of its processes fill share it.
+    rotation: Arc<OnceLock<Rotation>>,
     faults: Option<Faults>,
     counters: Arc<Counters>,
 }
@@ -47,6 +49,7 @@ impl Room {
     pub(crate) fn new(
         grant: Grant,
         arenas: BTreeMap<RankId, Arc<Arena>>,
+        rotation: Arc<OnceLock<Rotation>>,
         inject: Option<Inject>,
         counters: &Arc<Counters>,
     ) -> Self {
@@ -55,6 +58,7 @@ impl Room {
             grant,
             arenas,
             live: RwLock::new(true),
+            rotation,
             faults: inject.map(|inject| Faults::new(inject, several)),
             counters: Arc::clone(counters),
         }
@@ -62,6 +66,10 @@ impl Room {
 
     pub(crate) fn grant(&self) -> &Grant {
         &self.grant
+    }
+
+    pub(crate) fn rotation(&self) -> Arc<OnceLock<Rotation>> {
+        Arc::clone(&self.rotation)
     }
 
     /// Waits for whoever is writing and lets nobody write afterwards.
@@ -97,15 +105,19 @@ impl Room {
         self.arenas.get(&target).ok_or(Refusal::Rank)
     }
 
-    /// Starts to land what `source` pushes to `target` for `tokens`.
-    pub(crate) fn leg(
-        self: &Arc<Self>,
-        source: RankId,
-        target: RankId,
-        tokens: TokenRange,
-    ) -> Result<Landing, Refusal> {
+    /// Where pages are sharded, the source's ranks own each token once only if all of them count from the same page: the
+    /// first leg says from which.
+    fn agree(&self, rotation: Rotation) -> Result<(), Refusal> {
+        self.grant.pair.src().check_rotation(rotation).map_err(|_| Refusal::Rotation)?;
+        if *self.rotation.get_or_init(|| rotation) == rotation { Ok(()) } else { Err(Refusal::Rotation) }
+    }
+
+    /// Starts to land a leg that is pushed.
+    pub(crate) fn leg(self: &Arc<Self>, id: &LegId) -> Result<Landing, Refusal> {
+        let LegId { source, target, tokens, rotation, .. } = *id;
         let arena = Arc::clone(self.arena(source, target, tokens)?);
-        let from = source_table(&self.grant.pair, tokens.end);
+        self.agree(rotation)?;
+        let from = source_table(&self.grant.pair, rotation, tokens.end);
         let to = End { rank: target, table: &self.grant.table };
         // The table was checked against the granted tokens, so there is a plan for each part of them.
         // Any slot will do for the peer's, too.

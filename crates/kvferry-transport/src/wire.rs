@@ -4,7 +4,7 @@
 //! payload, the header as a CBOR map, the payload. Unknown keys of maps are ignored. Numbers outside CBOR are
 //! little-endian.
 
-use kvferry_plan::{Generation, Incarnation, RankId, RoomKey, TokenRange};
+use kvferry_plan::{Generation, Incarnation, RankId, RoomKey, Rotation, TokenRange};
 use minicbor::{Decode, Encode};
 
 use crate::Refusal;
@@ -67,6 +67,9 @@ pub(crate) struct LegId {
     /// The chunk.
     #[n(4)]
     pub(crate) tokens: TokenRange,
+    /// Of the source's page table; 0 is not sent.
+    #[cbor(n(5), skip_if = "Rotation::is_zero")]
+    pub(crate) rotation: Rotation,
 }
 
 /// What a frame carries.
@@ -176,13 +179,15 @@ mod tests {
     fn headers() -> impl Strategy<Value = Header> {
         let key = (any::<u128>(), any::<u32>())
             .prop_map(|(room, attempt)| RoomKey { room: RoomId(room), attempt: Attempt(attempt) });
-        let leg = (key, any::<u64>(), any::<u32>(), any::<u32>(), any::<u64>(), any::<u64>()).prop_map(
-            |(key, generation, source, target, start, end)| LegId {
+        let ranks = (any::<u32>(), any::<u32>(), prop_oneof![Just(0), any::<u32>()]);
+        let leg = (key, any::<u64>(), ranks, any::<u64>(), any::<u64>()).prop_map(
+            |(key, generation, (source, target, rotation), start, end)| LegId {
                 key,
                 generation: Generation(generation),
                 source: RankId(source),
                 target: RankId(target),
                 tokens: TokenRange::new(start, end),
+                rotation: Rotation(rotation),
             },
         );
         let units = (any::<u64>(), any::<u64>(), any::<u64>(), any::<Option<u64>>())
@@ -250,6 +255,7 @@ mod tests {
             source: RankId(3),
             target: RankId(4),
             tokens: TokenRange::new(5, 6),
+            rotation: Rotation(0),
         };
         let units = Units { first: 7, count: 8, row: 9, rows: Some(10) };
         let bytes = frame(&Header { leg, body: Body::Units(units) }, 11);
@@ -258,6 +264,15 @@ mod tests {
         assert_eq!(
             hex,
             format!("320000000b000000a200a500{key}010202030304{}", "04a20005010601820081a4000701080209030a")
+        );
+        let bytes = frame(&Header { leg: LegId { rotation: Rotation(3), ..leg }, body: Body::End(11) }, 0);
+        let hex: String = bytes.iter().map(|b| format!("{b:02x}")).collect();
+        assert_eq!(
+            hex,
+            format!(
+                "2b00000000000000a200a600{key}010202030304{}",
+                "04a20005010605030182018 10b".replace(' ', "")
+            )
         );
     }
 }

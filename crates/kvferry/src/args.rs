@@ -6,6 +6,7 @@ use clap::{
     ArgMatches, Args, CommandFactory, FromArgMatches, Parser, Subcommand, ValueEnum, error::ErrorKind,
 };
 use kvferry_engine::{Attention, DecodeBatch, EngineConfig, Fault, LatentEps, LoadOptions, math::Arith};
+use kvferry_node::SourceFault;
 use kvferry_plan::{Dtype, LayoutSpec};
 use kvferry_registry::check_instance;
 use kvferry_server::InstanceConfig;
@@ -155,7 +156,8 @@ pub(crate) struct EngineArgs {
     /// Move at most so many bytes per second to or from one peer, on the side that moves them
     #[arg(long, value_name = "BYTES", value_parser = clap::value_parser!(u64).range(1..), help_heading = "Hand-off")]
     pub(crate) throttle: Option<u64>,
-    /// Commit a fault to see that it is found: on what arrives, below the digest, or in decode's arithmetic
+    /// Commit a fault to see that it is found: on what arrives, below the digest, in what prefill sends, or in decode's
+    /// arithmetic
     #[arg(long, value_enum, value_name = "FAULT", help_heading = "Hand-off")]
     pub(crate) inject: Option<InjectArg>,
     /// Compare no payload digests: a fault on the way is not found by the hand-off
@@ -481,6 +483,12 @@ pub(crate) enum InjectArg {
     SwapState,
     /// One row is written at another decode rank than its own
     MisrouteRow,
+    /// A prefill rank sends pages that another one owns, with pages sharded over ranks
+    WrongOwner,
+    /// Prefill ranks send pages by their position and not by their owner, with pages sharded over ranks
+    FilterByPosition,
+    /// A prefill rank with nothing to send does not say that it is done, with pages sharded over ranks
+    DropEmptyFinal,
     /// Decode ranks merge attention without each other's maximum or log-sum-exp
     BlindMerge,
     /// Decode's latent attention does not look at the rotary part of rows
@@ -497,7 +505,21 @@ impl InjectArg {
             Self::SkipSend => Some(Inject::SkipSend),
             Self::SwapState => Some(Inject::SwapState),
             Self::MisrouteRow => Some(Inject::MisrouteRow),
-            Self::BlindMerge | Self::DropRope => None,
+            Self::WrongOwner
+            | Self::FilterByPosition
+            | Self::DropEmptyFinal
+            | Self::BlindMerge
+            | Self::DropRope => None,
+        }
+    }
+
+    /// As a fault of what prefill sends.
+    pub(crate) fn at_source(self) -> Option<SourceFault> {
+        match self {
+            Self::WrongOwner => Some(SourceFault::WrongOwner),
+            Self::FilterByPosition => Some(SourceFault::FilterByPosition),
+            Self::DropEmptyFinal => Some(SourceFault::DropEmptyFinal),
+            _ => None,
         }
     }
 
@@ -512,9 +534,10 @@ impl InjectArg {
 
     /// Where it is committed, in words.
     pub(crate) fn place(self) -> &'static str {
-        match self.in_transfer() {
-            Some(_) => "as bytes land at decode",
-            None => "in decode's arithmetic",
+        match (self.in_transfer(), self.at_source()) {
+            (Some(_), _) => "as bytes land at decode",
+            (_, Some(_)) => "in what prefill sends",
+            _ => "in decode's arithmetic",
         }
     }
 }

@@ -85,6 +85,7 @@ pub(crate) async fn run(args: ServeArgs) -> Result<(), Failure> {
         digest: !engine.no_digest,
         convert_kv: engine.convert_kv,
         inject: engine.inject.and_then(InjectArg::in_transfer),
+        fault: engine.inject.and_then(InjectArg::at_source),
         queue: Duration::from_secs(args.instance.max_wait),
         traces: traces.sink(),
     };

@@ -21,7 +21,7 @@ use tokio_util::{sync::CancellationToken, task::TaskTracker};
 
 use self::{source::SourceEntry, target::TargetEntry};
 use crate::{
-    Ledger, Moment, Observer, PeerAddr, Receipt, Receive, SourceReceipt, SourceRoom,
+    Ledger, Moment, Observer, PeerAddr, Receipt, Receive, SourceFault, SourceReceipt, SourceRoom,
     config::Limits,
     connection::{ConnId, Gone, LastWords, News, Outbox, Remote},
     lane::Lane,
@@ -32,6 +32,8 @@ use crate::{
 #[derive(Debug)]
 pub(crate) struct Shared {
     pub(crate) hello: Hello,
+    /// To be committed as a source.
+    pub(crate) fault: Option<SourceFault>,
     /// The ranks that live here, and their pools.
     pub(crate) hosted: Arc<[RankId]>,
     pub(crate) arenas: Vec<Arc<Arena>>,

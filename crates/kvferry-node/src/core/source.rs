@@ -5,17 +5,17 @@ use std::{
     time::{Duration, Instant},
 };
 
-use kvferry_plan::{Bytes, PageTable, RoomKey, SlotId, Token, TokenRange};
+use kvferry_plan::{Bytes, PageTable, RankId, RoomKey, Rotation, SlotId, Token, TokenRange};
 use kvferry_session::{
     Abort, Action, Cause, CauseKind, Message, Mover, Open, Outcome, PageRef, Peer, Sent, Side, Source, Time,
-    page_span,
 };
 use kvferry_transport::TransportKind;
 
-use super::{Core, Timer, Waiting};
+use super::{Core, Shared, Timer, Waiting};
 use crate::{
     Moment, RoomError, SourceReceipt, SourceRoom,
     connection::ConnId,
+    fault::misdealt,
     lane::{Half, Task},
     room::Slot,
     work,
@@ -29,11 +29,16 @@ pub(super) struct SourceEntry {
     key: RoomKey,
     serial: u64,
     table: Arc<PageTable>,
+    rotation: Rotation,
     /// The request's state slot, and where the prompt ends whose state it is.
     state: Option<(SlotId, Token)>,
     readers: Vec<Reader>,
+    /// The last token of the room.
+    end: Token,
     /// One reader has failed and the others were told.
     failed: bool,
+    /// The fault that is to be committed has been.
+    faulted: bool,
     slot: Slot<SourceReceipt>,
 }
 
@@ -140,6 +145,37 @@ impl SourceEntry {
         Some(failure.map_or(Ok(sum), Err))
     }
 
+    /// The pages and the rotation by which a rank of ours goes: the request's, unless a fault says otherwise.
+    fn dealt(&self, shared: &Shared, rank: RankId) -> (Arc<PageTable>, Rotation) {
+        let placement = &shared.hello.descriptor.placement;
+        let by = shared.fault.map_or(self.rotation, |fault| fault.rotation(placement, rank, self.rotation));
+        match by == self.rotation {
+            true => (self.table.clone(), by),
+            false => (Arc::new(misdealt(&self.table, placement, by)), by),
+        }
+    }
+
+    /// Whether a fault makes a rank of ours read other pages than its own.
+    fn reads_others(&self, shared: &Shared, rank: RankId, tokens: TokenRange) -> bool {
+        let placement = &shared.hello.descriptor.placement;
+        let read = |table: &PageTable, rotation| -> Vec<_> {
+            let entries = placement.entries(rank, tokens, rotation);
+            entries
+                .iter()
+                .map(|k| table.0.get(usize::try_from(k).ok()?).map(|p| placement.local_page(*p)))
+                .collect()
+        };
+        let (table, rotation) = self.dealt(shared, rank);
+        read(&table, rotation) != read(&self.table, self.rotation)
+    }
+
+    /// A fault is committed: counted once a room.
+    fn fault(&mut self, shared: &Shared) {
+        if !std::mem::replace(&mut self.faulted, true) {
+            shared.ledger().faults += 1;
+        }
+    }
+
     fn deadline(&self) -> Option<Time> {
         self.readers.iter().filter_map(|r| r.room.deadline()).min()
     }
@@ -174,15 +210,26 @@ impl Core {
                 return;
             }
         };
-        let room = Source::new(key, tokens, ranks, limits, self.now()).with_prompt(prompt).with_state(refs);
+        let rotation = match self.shared.hello.descriptor.placement.rotation(&table) {
+            Ok(rotation) => rotation,
+            Err(error) => {
+                slot.send_replace(Some(Err(reject(&error.reason))));
+                return;
+            }
+        };
+        let room = Source::new(key, tokens, ranks, limits, self.now());
+        let room = room.with_prompt(prompt).with_state(refs).with_rotation(rotation);
         let entry = SourceEntry {
             armed: None,
             key,
             serial,
             table: Arc::new(table),
+            rotation,
             state: state.map(|slot| (slot, tokens.end)),
             readers: vec![Reader { room, opened: None }],
+            end: tokens.end,
             failed: false,
+            faulted: false,
             slot,
         };
         self.sources.insert(key, entry);
@@ -290,7 +337,10 @@ impl Core {
         let hosted = self.shared.hosted.iter().copied();
         let pages: Result<Vec<Vec<PageRef>>, String> = hosted
             .zip(&self.shared.arenas)
-            .map(|(rank, arena)| work::page_refs(&entry.table, page_span(placement, rank, tokens), arena))
+            .map(|(rank, arena)| {
+                let (table, rotation) = entry.dealt(&self.shared, rank);
+                work::page_refs(&table, placement.entries(rank, tokens, rotation), placement, arena)
+            })
             .collect();
         self.source(key, Some(serial), |e, now| match pages {
             Ok(pages) => e.each(|room| room.chunk(tokens, pages.clone(), now)),
@@ -316,7 +366,7 @@ impl Core {
             let mut readers = std::mem::take(&mut entry.readers);
             for reader in &mut readers {
                 while let Some(action) = reader.room.poll() {
-                    self.carry_out_source(&entry, reader, action);
+                    self.carry_out_source(&mut entry, reader, action);
                 }
             }
             entry.readers = readers;
@@ -332,7 +382,7 @@ impl Core {
         self.sources.insert(key, entry);
     }
 
-    fn carry_out_source(&mut self, entry: &SourceEntry, reader: &mut Reader, action: Action) {
+    fn carry_out_source(&mut self, entry: &mut SourceEntry, reader: &mut Reader, action: Action) {
         let key = entry.key;
         let (Some(Opened { conn, peer, kind, mover }), Some(head)) = (&reader.opened, reader.room.head())
         else {
@@ -340,6 +390,11 @@ impl Core {
         };
         let (conn, kind) = (*conn, *kind);
         match action {
+            Action::Send(Message::Final(manifest))
+                if self.shared.fault.is_some_and(|fault| fault.drops(&manifest, entry.end)) =>
+            {
+                entry.fault(&self.shared);
+            }
             Action::Send(message) => {
                 if let Err(error) = self.transmit(conn, &message) {
                     let text =
@@ -350,16 +405,21 @@ impl Core {
             }
             Action::Execute(piece) => {
                 let (source, tokens) = (piece.source, piece.tokens);
+                let (table, _) = entry.dealt(&self.shared, source);
+                if entry.reads_others(&self.shared, source, tokens) {
+                    entry.fault(&self.shared);
+                }
                 let task = Task {
                     key,
                     serial: entry.serial,
                     conn,
                     generation: head.generation,
                     pair: peer.pair.clone(),
-                    table: entry.table.clone(),
+                    table,
                     slot: entry.state.and_then(|(slot, end)| (tokens.end == end).then_some(slot)),
                     source,
                     tokens,
+                    rotation: piece.rotation,
                     targets: peer.ranks.clone().into(),
                     digest: peer.digest,
                     since: Instant::now(),

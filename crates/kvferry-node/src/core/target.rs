@@ -369,6 +369,7 @@ impl Core {
                         slot: entry.asked.slot.filter(|_| tokens.end == asked.tokens.end),
                         source,
                         tokens,
+                        rotation: piece.rotation,
                         targets: asked.targets.into(),
                         digest: asked.digest,
                         since: Instant::now(),

@@ -6,12 +6,12 @@ use std::{sync::Arc, time::Duration};
 use kvferry_arena::{Arena, Memory};
 use kvferry_node::{
     FirstToken, Inject, Limits, Node, NodeConfig, PeerAddr, Receipt, Receive, ReceiveHandle, RoomError,
-    SourceHandle, SourceReceipt, SourceRoom, TransportKind,
+    SourceFault, SourceHandle, SourceReceipt, SourceRoom, TransportKind,
 };
 use kvferry_plan::{
     Attempt, Bytes, CacheShape, Descriptor, Dtype, InstanceId, LayerId, LayoutSpec, PROTOCOL, PageId,
-    PageTable, Part, PartShape, Placement, PoolLayout, PoolSize, RankId, RoomId, RoomKey, Row, SlotId, Token,
-    TokenRange,
+    PageTable, Part, PartShape, Placement, PoolLayout, PoolSize, RankId, RoomId, RoomKey, Rotation, Row,
+    SlotId, Token, TokenMap, TokenRange,
 };
 
 pub const FIRST: FirstToken = FirstToken { token: 7, logprob: -1.25 };
@@ -36,6 +36,9 @@ pub struct Recipe {
     pub pages: u32,
     pub digest: bool,
     pub inject: Option<Inject>,
+    pub fault: Option<SourceFault>,
+    /// Who owns the first page of every request, where pages are sharded.
+    pub rotation: Rotation,
     pub limits: Limits,
 }
 
@@ -53,6 +56,8 @@ impl Recipe {
             pages: 64,
             digest: true,
             inject: None,
+            fault: None,
+            rotation: Rotation(0),
             limits: Limits::default(),
         }
     }
@@ -63,6 +68,7 @@ pub struct Instance {
     pub node: Arc<Node>,
     pub shape: CacheShape,
     pub placement: Placement,
+    pub rotation: Rotation,
     pub ranks: Vec<RankId>,
     pub arenas: Vec<Arc<Arena>>,
 }
@@ -101,6 +107,7 @@ pub fn config(recipe: &Recipe) -> NodeConfig {
         transports: recipe.transports.clone(),
         digest: recipe.digest,
         inject: recipe.inject,
+        fault: recipe.fault,
         limits: recipe.limits.clone(),
     }
 }
@@ -109,7 +116,14 @@ pub fn start(recipe: &Recipe) -> Instance {
     let config = config(recipe);
     let (shape, placement) = (config.descriptor.shape.clone(), config.descriptor.placement.clone());
     let (arenas, ranks) = (config.arenas.clone(), ranks(recipe, &placement));
-    Instance { node: Node::start(config).unwrap(), shape, placement, ranks, arenas }
+    Instance {
+        node: Node::start(config).unwrap(),
+        shape,
+        placement,
+        rotation: recipe.rotation,
+        ranks,
+        arenas,
+    }
 }
 
 /// The byte that a model would have computed.
@@ -135,8 +149,14 @@ impl Instance {
         match self.slot() {
             Some(slot) if part.state.is_some() => Some(Row(layout.slot_row(slot).0 + token.0)),
             _ => {
-                let local = layout.tokens.local(token, self.placement.class(part.part, rank))?;
-                table.row(local, layout.page_size)
+                let class = self.placement.class(part.part, rank);
+                let local = layout.tokens.local(token, class)?;
+                let TokenMap::PageSharded { ranks } = layout.tokens else {
+                    return table.row(local, layout.page_size);
+                };
+                let size = u64::from(layout.page_size);
+                let page = table.0[(token.0 / size) as usize].0;
+                (page % ranks == class).then(|| Row(u64::from(page / ranks) * size + token.0 % size))
             }
         }
     }
@@ -193,6 +213,14 @@ impl Instance {
         self.write(self.images(room, &PageTable::default(), TokenRange::new(0, 0), true));
     }
 
+    /// Empties the pools, for the next request on the same pages.
+    pub fn clear(&self) {
+        for arena in &self.arenas {
+            let (skip, old) = Self::contents(arena);
+            arena.write(Bytes(skip as u64), &vec![0; old.len()]).unwrap();
+        }
+    }
+
     fn write(&self, images: Vec<Vec<u8>>) {
         for (arena, image) in self.arenas.iter().zip(images) {
             let (skip, old) = Self::contents(arena);
@@ -217,9 +245,14 @@ impl Instance {
         let parts = self.placement.parts.iter().filter(|p| !p.part.is_state());
         let size = parts.map(|p| p.page_size).min().unwrap();
         let needed = tokens.div_ceil(u64::from(size)) as u32;
-        assert!(needed <= pages);
+        let ranks = self.placement.shard_ranks();
+        assert!(needed <= pages * ranks);
         // 37 is coprime to the number of pages.
-        PageTable((0..needed).map(|k| PageId((k * 37 + 11) % pages)).collect())
+        let page = |k| {
+            let owner = (self.rotation.0 + k) % ranks;
+            ((k / ranks * 37 + 11 + owner * 5) % pages) * ranks + owner
+        };
+        PageTable((0..needed).map(|k| PageId(page(k))).collect())
     }
 
     pub fn send(&self, key: RoomKey, tokens: u64) -> SourceHandle {

@@ -11,10 +11,12 @@ pub(crate) fn check(data: &[u8]) {
     match data.split_first() {
         Some((0xff, message)) => check_message(message),
         _ => {
-            let case = Reader(data).case();
+            let mut reader = Reader(data);
+            let case = reader.case();
             case.check_rows();
             case.check_bytes();
             case.check_covers();
+            case.check_rotation(Rotation(reader.byte()));
         }
     }
 }
@@ -29,6 +31,12 @@ fn check_message(message: &[u8]) {
     let Ok(pair) = Pair::new(theirs.shape, theirs.placement.clone(), theirs.placement) else { return };
     let pages = PageTable::identity(40);
     for rank in [0, 1, 7].map(RankId) {
+        for rotation in [0, 1, u32::MAX].map(Rotation) {
+            let entries = pair.src().entries(rank, TokenRange::new(3, u64::MAX), rotation);
+            assert!(entries.iter().take(9).all(|k| k < entries.end()));
+            let known = pair.src().check_rotation(rotation).is_ok();
+            assert_eq!(known, rotation.0 < pair.src().shard_ranks());
+        }
         let end = End { rank, table: &pages };
         for tokens in [TokenRange::new(0, 100), TokenRange::new(3, u64::MAX)] {
             let Ok(plan) = pair.plan(end, end, tokens) else { continue };

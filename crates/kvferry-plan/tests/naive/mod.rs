@@ -259,6 +259,44 @@ impl Case {
         assert_eq!(assembly.gap(&pair), None, "{self:?}");
     }
 
+    /// Where owners are cyclic, a receiver that knows only from which rank on plans the same units to the same rows, and
+    /// what a rank reads are the entries that it owns.
+    pub(crate) fn check_rotation(&self, rotation: Rotation) {
+        let ranks = self.src.shard_ranks();
+        if ranks == 1 {
+            return;
+        }
+        let rotation = Rotation(rotation.0 % ranks);
+        let owners = (0..ranks).cycle().skip(rotation.0 as usize);
+        let page = |(page, owner): (&PageId, u32)| PageId(page.0 * ranks + owner);
+        let src_table = PageTable(self.src_table.0.iter().zip(owners).map(page).collect());
+        assert_eq!(self.src.rotation(&src_table), Ok(rotation));
+        assert_eq!(self.src.check_rotation(rotation), Ok(()));
+        let told = PageTable::rotated(rotation, src_table.0.len() as u32);
+        let case = Self { src_table, ..self.clone() };
+        let pair = case.pair();
+        for chunk in &case.chunks {
+            for s in 0..case.src.ranks() {
+                let entries = case.src.entries(RankId(s), *chunk, rotation);
+                let own = entries.iter().map(|k| case.src_table.0[k as usize]);
+                let own: BTreeSet<_> = own.map(|page| case.src.local_page(page)).collect();
+                assert_eq!(own.len() as u64, entries.count());
+                for d in 0..case.dst.ranks() {
+                    let plan = case.plan(&pair, s, d, *chunk);
+                    let src = End { rank: RankId(s), table: &told };
+                    let dst = End { rank: RankId(d), table: &case.dst_table };
+                    let receiver = pair.plan(src, dst, *chunk).unwrap();
+                    assert_eq!(landed(&receiver), landed(&plan), "{s} to {d} from {rotation} of {case:?}");
+                    for group in plan.groups() {
+                        let layout = case.src.part(group.part).unwrap();
+                        let read = plan.group_runs(group).iter().map(|run| layout.page(run.src_row));
+                        assert!(read.into_iter().all(|page| own.contains(&page)), "{s} to {d} of {case:?}");
+                    }
+                }
+            }
+        }
+    }
+
     /// Compares the (layer, head, token, source row, target row) of every plan with point queries, and how evenly
     /// sources of the same bytes share. Cheaper than [`Case::check_bytes`], and blind to offsets in pools.
     pub(crate) fn check_rows(&self) {

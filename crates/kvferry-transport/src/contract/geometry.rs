@@ -2,11 +2,11 @@
 
 use std::thread;
 
-use kvferry_plan::{CacheShape, Generation, TokenRange};
+use kvferry_plan::{CacheShape, Generation, Rotation, TokenRange};
 
 use super::{
     Start,
-    world::{Options, World},
+    world::{self, Options, World},
 };
 
 struct Geometry {
@@ -30,17 +30,22 @@ fn geometries() -> Vec<Geometry> {
     ]
 }
 
-/// Hands `tokens` of one room over in `chunks` and compares everything.
+/// Hands one room of `tokens` over in `chunks` and compares everything. What comes before the first chunk is the target's
+/// already.
 fn check(start: Start<'_>, geometry: &Geometry, tokens: u64, chunks: &[TokenRange], pool_pages: u32) {
-    let options = Options { pool_pages, ..Options::default() };
-    let world = World::new(start, &geometry.shape, geometry.source, geometry.target, &options);
+    check_with(start, geometry, tokens, chunks, &Options { pool_pages, ..Options::default() });
+}
+
+fn check_with(start: Start<'_>, geometry: &Geometry, tokens: u64, chunks: &[TokenRange], options: &Options) {
+    let world = World::new(start, &geometry.shape, geometry.source, geometry.target, options);
     let room = world.granted(1, tokens);
     let before = world.pools();
     let reports = world.hand_off(&room, chunks);
     for (chunk, reports) in chunks.iter().zip(&reports) {
         world.check_reports(&room, *chunk, reports);
     }
-    let model = world.model(&room, TokenRange::new(0, tokens), &before);
+    let first = chunks.first().map_or(0, |chunk| chunk.start.0);
+    let model = world.model(&room, TokenRange::new(first, tokens), &before);
     let equal = world.pools() == model;
     assert!(equal, "{} -> {}, {tokens} tokens: the pools differ", geometry.source, geometry.target);
 }
@@ -81,6 +86,35 @@ pub fn chunked(start: Start<'_>) {
     let chunks: Vec<_> = cuts.windows(2).map(|w| TokenRange::new(w[0], w[1])).collect();
     for geometry in geometries() {
         check(start, &geometry, 90, &chunks, 40);
+    }
+}
+
+/// Sources that deal their pages to their ranks, from each of them on: to targets of every kind and other pages, one page
+/// and part of a page, in pieces of which some ranks own nothing, and with a prefix that the target has.
+pub fn sharded(start: Start<'_>) {
+    let gqa = || CacheShape::gqa(2, 3, 8);
+    let mla = || CacheShape::mla(2, 24);
+    let case = |shape, source, target| Geometry { shape, source, target };
+    let geometries = [
+        case(mla(), "tp=4,shard=on,page=8", "tp=1,page=8"),
+        case(mla(), "tp=2,shard=on", "tp=2,page=24"),
+        case(mla(), "tp=4,shard=on,page=8", "tp=4,dcp=4,page=8"),
+        case(mla(), "tp=3,shard=on,page=7", "tp=4,dcp=2,interleave=4,page=6"),
+        // Ranks of the same tokens share the pages that they own.
+        case(mla(), "cp=2,tp=2,shard=on,page=8", "tp=2,page=8"),
+        case(gqa(), "cp=2,tp=3,shard=on", "tp=2,page=24"),
+        case(gqa(), "cp=4,pp=2,shard=on,page=8", "tp=1"),
+    ];
+    let cut = |cuts: &[u64]| cuts.windows(2).map(|w| TokenRange::new(w[0], w[1])).collect::<Vec<_>>();
+    let rooms = [(3, cut(&[0, 3])), (90, cut(&[0, 17, 18, 18, 64, 90])), (64, cut(&[21, 48, 64]))];
+    for geometry in geometries {
+        let ranks = world::placement(&geometry.shape, geometry.source).shard_ranks();
+        for rotation in (0..ranks).map(Rotation) {
+            for (tokens, chunks) in &rooms {
+                let options = Options { rotation, pool_pages: 120, ..Options::default() };
+                check_with(start, &geometry, *tokens, chunks, &options);
+            }
+        }
     }
 }
 

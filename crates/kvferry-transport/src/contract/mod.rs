@@ -19,9 +19,9 @@ use std::sync::Arc;
 
 use crate::{Setup, Transport, TransportError};
 
-pub use geometry::{chunked, concurrent, converted, exact, large_units, long_runs, repeated};
+pub use geometry::{chunked, concurrent, converted, exact, large_units, long_runs, repeated, sharded};
 pub use lifecycle::{bounded, cancelled, closed, forgotten, gone, nothing_left, paced, restarted};
-pub use safety::{faults, fence, grants, refused, stale_pages, undigested};
+pub use safety::{faults, fence, grants, refused, rotations, stale_pages, undigested};
 
 /// Starts an end of the back end.
 pub type Start<'a> = &'a (dyn Fn(Setup) -> Result<Arc<dyn Transport>, TransportError> + Sync);
@@ -50,6 +50,8 @@ pub const CHECKS: &[Check] = &[
     ("refused", refused),
     ("repeated", repeated),
     ("restarted", restarted),
+    ("rotations", rotations),
+    ("sharded", sharded),
     ("stale_pages", stale_pages),
     ("undigested", undigested),
 ];

@@ -2,7 +2,9 @@
 
 use std::{sync::mpsc, thread, time::Duration};
 
-use kvferry_plan::{Attempt, CacheShape, Generation, Incarnation, PageId, PageTable, RankId, TokenRange};
+use kvferry_plan::{
+    Attempt, CacheShape, Generation, Incarnation, PageId, PageTable, RankId, Rotation, TokenRange,
+};
 
 use super::{
     Start,
@@ -154,6 +156,66 @@ pub fn stale_pages(start: Start<'_>) {
     }
     assert!(matches!(world.execute(vec![job]).remove(0), Err(TransportError::Invalid { .. })));
     assert!(world.execute(vec![world.job(&room, RankId(1), tokens)]).remove(0).is_ok());
+}
+
+/// All legs of a room count the source's pages from the same rank. Only of a push can it be otherwise: who pulls plans
+/// both sides.
+pub fn rotations(start: Start<'_>) {
+    let with = |source, rotation| {
+        let options = Options { rotation: Rotation(rotation), ..Options::default() };
+        World::new(start, &CacheShape::mla(2, 24), source, "tp=2", &options)
+    };
+    let world = with("tp=2,shard=on", 1);
+    if world.mover() == Mover::Target {
+        return;
+    }
+    let tokens = TokenRange::new(0, 40);
+    let (room, before) = (world.granted(1, 40), world.pools());
+    let job =
+        |source, rotation| Job { rotation: Rotation(rotation), ..world.job(&room, RankId(source), tokens) };
+    for absurd in [2, u32::MAX] {
+        assert_eq!(refusal(&world, job(0, absurd)), Refusal::Rotation);
+    }
+    assert!(world.pools() == before, "a refused job wrote something");
+    // The first one that can be is the room's.
+    world.execute(vec![job(0, 1)]).remove(0).unwrap();
+    let before = world.pools();
+    for source in [0, 1] {
+        assert_eq!(refusal(&world, job(source, 0)), Refusal::Rotation);
+    }
+    assert!(world.pools() == before, "a refused job wrote something");
+    world.execute(vec![job(1, 1)]).remove(0).unwrap();
+    assert_eq!(world.target.transport.stats().refused[&Refusal::Rotation], 8);
+    let honest = with("tp=2", 0);
+    let room = honest.granted(1, 40);
+    let job = Job { rotation: Rotation(1), ..honest.job(&room, RankId(0), tokens) };
+    assert_eq!(refusal(&honest, job), Refusal::Rotation);
+
+    // A rotation that all legs agree on, and by which the source did not plan: other units, or digests that differ.
+    for cuts in [[0, 40, 40], [0, 32, 64]] {
+        let world = with("tp=2,shard=on", 0);
+        let room = world.granted(2, 64);
+        let mut found = 0;
+        for (source, tokens) in
+            [0, 1].into_iter().flat_map(|s| cuts.windows(2).map(move |w| (s, TokenRange::new(w[0], w[1]))))
+        {
+            let job = Job { rotation: Rotation(1), ..world.job(&room, RankId(source), tokens) };
+            match world.execute(vec![job]).remove(0) {
+                Err(TransportError::Refused { .. }) => {
+                    room.landed.try_iter().for_each(drop);
+                    found += 1;
+                }
+                Err(error) => panic!("{error:?}"),
+                Ok(legs) => {
+                    for leg in legs {
+                        let landed = room.landed.recv_timeout(PATIENCE).unwrap().outcome.unwrap();
+                        found += usize::from(landed.parts != leg.parts);
+                    }
+                }
+            }
+        }
+        assert!(found > 0, "{cuts:?}: nobody noticed");
+    }
 }
 
 /// Every fault changes the pool, once, claims the bytes as moved, and shows in the target's digest.

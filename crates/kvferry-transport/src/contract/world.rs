@@ -9,8 +9,8 @@ use std::{
 use kvferry_arena::{Arena, Memory, Side, convert, digest_plan};
 use kvferry_plan::{
     Attempt, Bytes, CacheShape, Cast, Descriptor, Dtype, Dtypes, End, Generation, Incarnation, LayoutSpec,
-    PROTOCOL, PageId, PageTable, Pair, PartDigest, Placement, Plan, PoolLayout, RankId, RoomId, RoomKey,
-    Token, TokenRange, UnitId,
+    PROTOCOL, PageId, PageTable, Pair, PartDigest, PartLayout, Placement, Plan, PoolLayout, RankId, RoomId,
+    RoomKey, Rotation, Row, Token, TokenMap, TokenRange, UnitId,
 };
 
 use super::Start;
@@ -31,11 +31,13 @@ pub(super) struct Options {
     pub(super) inject: Option<Inject>,
     pub(super) limits: Limits,
     pub(super) pool_pages: u32,
+    /// Who owns the first page of a source that shards them.
+    pub(super) rotation: Rotation,
 }
 
 impl Default for Options {
     fn default() -> Self {
-        Self { inject: None, limits: Limits::default(), pool_pages: 40 }
+        Self { inject: None, limits: Limits::default(), pool_pages: 40, rotation: Rotation(0) }
     }
 }
 
@@ -52,6 +54,7 @@ pub(super) struct World {
     pub(super) target: Instance,
     pub(super) link: Arc<dyn Link>,
     pool_pages: u32,
+    rotation: Rotation,
 }
 
 /// A room on both sides.
@@ -71,7 +74,7 @@ pub(super) fn key(room: u128) -> RoomKey {
     RoomKey { room: RoomId(room), attempt: Attempt(1) }
 }
 
-fn placement(shape: &CacheShape, spec: &str) -> Placement {
+pub(super) fn placement(shape: &CacheShape, spec: &str) -> Placement {
     spec.parse::<LayoutSpec>().unwrap().placement(shape, Dtype::Bf16).unwrap()
 }
 
@@ -110,9 +113,14 @@ fn noise(name: &[u8], len: usize) -> Vec<u8> {
     bytes
 }
 
-/// Pages in no order, disjoint for the rooms 0 to 3 of one world.
-fn table(pages: u64, room: u32) -> PageTable {
-    PageTable((0..pages as u32).rev().map(|i| PageId(i * 4 + room)).collect())
+/// Pages for `tokens` in no order, disjoint for the rooms 0 to 3 of one world; their owners are cyclic.
+fn table(place: &Placement, tokens: u64, room: u32, rotation: Rotation) -> PageTable {
+    let (part, ranks) = (&place.parts[0], place.shard_ranks());
+    let dealt = if ranks > 1 { 1 } else { part.tokens.classes() };
+    let pages = tokens.div_ceil(u64::from(part.page_size) * u64::from(dealt)) as u32;
+    let turns = pages.div_ceil(ranks);
+    let page = |k| ((turns - 1 - k / ranks) * 4 + room) * ranks + (rotation.0 + k) % ranks;
+    PageTable((0..pages).map(|k| PageId(page(k))).collect())
 }
 
 pub(super) fn snapshot(arena: &Arena) -> Vec<u8> {
@@ -151,7 +159,7 @@ impl World {
             let descriptor = Arc::new(describe(place));
             from.transport.open(&PeerAddr { endpoint, incarnation, descriptor }).unwrap()
         };
-        Self { pair, source, target, link, pool_pages: options.pool_pages }
+        Self { pair, source, target, link, pool_pages: options.pool_pages, rotation: options.rotation }
     }
 
     pub(super) fn mover(&self) -> Mover {
@@ -176,16 +184,12 @@ impl World {
 
     /// Room `number` (0 to 3) with pages for `tokens` that the source has computed, not granted yet.
     pub(super) fn room(&self, number: u32, tokens: u64) -> Room {
-        let pages = |place: &Placement| {
-            let part = &place.parts[0];
-            tokens.div_ceil(u64::from(part.page_size) * u64::from(part.tokens.classes()))
-        };
         let (report, landed) = mpsc::channel();
         let room = Room {
             key: key(u128::from(number) + 100),
             generation: Generation(u64::from(number) + 7),
-            source: table(pages(self.pair.src()), number),
-            target: table(pages(self.pair.dst()), number),
+            source: table(self.pair.src(), tokens, number, self.rotation),
+            target: table(self.pair.dst(), tokens, number, Rotation(0)),
             landed,
             report,
         };
@@ -246,14 +250,16 @@ impl World {
             generation: room.generation,
             source,
             tokens,
+            rotation: self.rotation,
             digest: true,
             legs: (0..self.pair.dst().ranks()).map(RankId).map(leg).collect(),
         }
     }
 
     fn source_pages(&self, room: &Room, source: RankId) -> Vec<(PageId, Generation)> {
-        let arena = &self.source.arenas[source.index()];
-        room.source.0.iter().map(|page| (*page, arena.generation(*page).unwrap())).collect()
+        let (arena, src) = (&self.source.arenas[source.index()], self.pair.src());
+        let own = room.source.0.iter().filter(|page| src.owner(**page) == src.shard_rank(source));
+        own.map(|page| src.local_page(*page)).map(|page| (page, arena.generation(page).unwrap())).collect()
     }
 
     /// Executes jobs and waits for them, in order.
@@ -393,8 +399,9 @@ impl World {
                 let region = arena.layout().region(layer, part.part).unwrap();
                 for token in (tokens.start.0..tokens.end.0).map(Token) {
                     let class = side.class(part.part, rank);
-                    let Some(local) = layout.tokens.local(token, class) else { continue };
-                    let row = region.row_offset(table.row(local, layout.page_size).unwrap()).unwrap();
+                    // None where it is another rank's.
+                    let Some(row) = naive_row(layout, class, table, token) else { continue };
+                    let row = region.row_offset(row).unwrap();
                     for head in heads.clone() {
                         let at = Bytes(row.0 + u64::from(head - heads.start) * len);
                         let name = format!("{key} {layer} {} {head} {token}", part.part);
@@ -405,6 +412,17 @@ impl World {
             }
         }
     }
+}
+
+/// Where a rank of this class keeps a token of a request with these pages, if it does.
+fn naive_row(layout: &PartLayout, class: u32, table: &PageTable, token: Token) -> Option<Row> {
+    let local = layout.tokens.local(token, class)?;
+    let TokenMap::PageSharded { ranks } = layout.tokens else {
+        return Some(table.row(local, layout.page_size).unwrap());
+    };
+    let size = u64::from(layout.page_size);
+    let page = table.0[(token.0 / size) as usize].0;
+    (page % ranks == class).then(|| Row(u64::from(page / ranks) * size + token.0 % size))
 }
 
 /// What the target must find of some of the source's elements.

@@ -65,9 +65,10 @@ pub(super) fn receive(
             u32::from_le_bytes([a, b, c, d])
         });
         let rank = RankId(rank);
-        let layout =
-            PoolLayout::with_slots(&peer.descriptor.shape, placement, rank, PoolSize { pages, slots })
-                .map_err(|e| protocol(format!("rank {rank} with {pages} pages and {slots} slots: {e}")))?;
+        // A rank passes its own pool, of its share of the pages.
+        let size = PoolSize { pages: pages.saturating_mul(placement.shard_ranks()), slots };
+        let layout = PoolLayout::with_slots(&peer.descriptor.shape, placement, rank, size)
+            .map_err(|e| protocol(format!("rank {rank} with {pages} pages and {slots} slots: {e}")))?;
         views.insert(rank, ArenaView::map(fd.as_fd(), layout)?);
     }
     Ok(views)

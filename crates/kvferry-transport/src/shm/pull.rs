@@ -305,7 +305,8 @@ fn cut(units: &[(usize, Unit<'_>)], most: u64) -> usize {
 #[cfg(test)]
 mod tests {
     use kvferry_plan::{
-        Attempt, CacheShape, Dtype, PageTable, Pair, Placement, PoolLayout, RoomId, Strides, TokenRange,
+        Attempt, CacheShape, Dtype, PageTable, Pair, Placement, PoolLayout, RoomId, Rotation, Strides,
+        TokenRange,
     };
 
     use super::*;
@@ -353,7 +354,8 @@ mod tests {
             source_pages: vec![(PageId(1), Generation(0))],
             source_slot: None,
         };
-        let job = Job { key, generation, source: RankId(0), tokens, digest: true, legs: vec![leg] };
+        let (source, rotation) = (RankId(0), Rotation(0));
+        let job = Job { key, generation, source, tokens, rotation, digest: true, legs: vec![leg] };
         let courses = vec![Course::new(&room, &job, &job.legs[0]).unwrap()];
         let task = Task { job: &job, view: &view, room: &room, stop: &Stop::default(), courses };
         let to = |offset| {

@@ -11,7 +11,7 @@ use std::{
 use kvferry_arena::{Arena, Memory};
 use kvferry_plan::{
     Attempt, Bytes, CacheShape, Dtype, Generation, Incarnation, PageTable, Pair, Placement, PoolLayout,
-    RankId, RoomId, RoomKey, TokenRange,
+    RankId, RoomId, RoomKey, Rotation, TokenRange,
 };
 
 use super::Tcp;
@@ -51,6 +51,7 @@ fn world_of(limits: Limits, elems: u32) -> World {
         source: RankId(0),
         target: RankId(0),
         tokens: TokenRange::new(0, 32),
+        rotation: Rotation(0),
     };
     end.grant(Grant {
         key: leg.key,
@@ -266,6 +267,7 @@ fn rooms_that_are_not_granted_are_refused() {
         (LegId { tokens: TokenRange::new(0, 33), ..good }, Refusal::Range),
         (LegId { tokens: TokenRange::new(9, 8), ..good }, Refusal::Range),
         (LegId { tokens: TokenRange::new(0, u64::MAX), ..good }, Refusal::Range),
+        (LegId { rotation: Rotation(1), ..good }, Refusal::Rotation),
     ];
     let before = world.pool();
     for (i, (leg, refusal)) in cases.into_iter().enumerate() {
@@ -274,7 +276,7 @@ fn rooms_that_are_not_granted_are_refused() {
         assert_eq!(world.end_leg(&mut stream, i as u64), Some(refusal), "{leg:?}");
     }
     assert!(world.pool() == before);
-    assert_eq!(world.end.stats().refused.values().sum::<u64>(), 8);
+    assert_eq!(world.end.stats().refused.values().sum::<u64>(), 9);
     world.leg = good;
     // Strangers do not end the owner's room: only what was addressed to it rightly was reported.
     assert!(world.landed.try_iter().all(|landed| landed.generation == good.generation));

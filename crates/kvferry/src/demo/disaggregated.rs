@@ -22,7 +22,7 @@ pub(super) struct Run {
     pub(super) decode: DecodeDone,
     /// The prompt's cache on every decode rank.
     pub(super) cache: Vec<KvDump>,
-    /// The fault that was asked for, when nothing that landed could be changed by it.
+    /// The fault that was asked for, when nothing that was sent or landed could be changed by it.
     pub(super) missed: Option<InjectArg>,
 }
 
@@ -44,9 +44,13 @@ pub(super) async fn run(
         ignore_eos: args.ignore_eos,
         hold: true,
     };
-    let in_transfer = args.engine.inject.filter(|fault| fault.in_transfer().is_some());
-    let committed = match in_transfer {
-        Some(_) => faults(decode).await?,
+    // Who commits it, and says so.
+    let on_the_way = args.engine.inject.and_then(|fault| {
+        let at = if fault.at_source().is_some() { prefill } else { decode };
+        (fault.in_arithmetic().is_none()).then_some((fault, at))
+    });
+    let committed = match on_the_way {
+        Some((_, at)) => faults(at).await?,
         None => 0,
     };
     let pair = InstancePair { prefill: prefill.leg(), decode: decode.leg() };
@@ -71,8 +75,8 @@ pub(super) async fn run(
         cache.push(decode.client.kv(key, RankId(rank)).await?);
     }
     decode.client.release(key).await?;
-    let missed = match in_transfer {
-        Some(fault) if faults(decode).await? == committed => Some(fault),
+    let missed = match on_the_way {
+        Some((fault, at)) if faults(at).await? == committed => Some(fault),
         _ => None,
     };
     Ok(Run { tokens, first: first.unwrap_or(last), last, prefill: reply, decode: done, cache, missed })
@@ -83,14 +87,14 @@ fn unfinished() -> Problem {
     Problem::new(Blame::PeerMisbehaved, Stage::HandOff, cause)
 }
 
-/// Faults that decode has committed on purpose since its start.
-async fn faults(decode: &Handle) -> Result<u64, Problem> {
-    let ledger = decode.client.ledger().await?;
+/// Faults that an instance has committed on purpose since its start.
+async fn faults(instance: &Handle) -> Result<u64, Problem> {
+    let ledger = instance.client.ledger().await?;
     ledger.pointer("/node/faults").and_then(serde_json::Value::as_u64).ok_or_else(|| {
         Problem::new(
             Blame::PeerMisbehaved,
             Stage::Request,
-            "decode does not say how many faults it committed",
+            "an instance does not say how many faults it committed",
         )
     })
 }

@@ -76,6 +76,18 @@ impl Finding {
             InjectArg::DropRope => {
                 "no answer has changed; use a model with latent rows or --attention mla, and more than one --max-tokens"
             }
+            InjectArg::WrongOwner => {
+                "prefill's pages are not sharded, or the prompt has too few of them; use --prefill with shard=on, and a \
+                 longer prompt"
+            }
+            InjectArg::FilterByPosition => {
+                "prefill's pages are not sharded, or the first one is shard rank 0's: then position and owner are the \
+                 same; use --prefill with shard=on, and other prompts before"
+            }
+            InjectArg::DropEmptyFinal => {
+                "every prefill rank sent something of the last chunk; use --prefill with shard=on, and a prompt or a \
+                 --chunk of fewer pages than ranks"
+            }
             InjectArg::DropRow | InjectArg::FlipByte | InjectArg::SkipSend => {
                 "no byte that landed would have been changed by it"
             }

@@ -55,6 +55,7 @@ impl<'a> Stranger<'a> {
             transports: vec![TransportKind::Tcp],
             digest: true,
             inject: None,
+            fault: None,
             limits: kvferry::node::Limits::default(),
         })
         .unwrap();

@@ -265,6 +265,7 @@ impl<'a> World<'a> {
 
     fn job(&self, key: RoomKey, source: RankId, tokens: TokenRange, digest: bool) -> Result<Job, Failure> {
         let case = self.case;
+        let rotation = case.pair.src().rotation(&case.from)?;
         let mut legs = Vec::new();
         for target in case.target_ranks() {
             let plan = case.plan(source, target, tokens)?;
@@ -274,7 +275,7 @@ impl<'a> World<'a> {
                 legs.push(Leg { target, plan: Arc::new(plan), source_pages, source_slot });
             }
         }
-        Ok(Job { key, generation: GENERATION, source, tokens, digest, legs })
+        Ok(Job { key, generation: GENERATION, source, tokens, rotation, digest, legs })
     }
 }
 

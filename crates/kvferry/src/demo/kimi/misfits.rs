@@ -168,6 +168,7 @@ fn context_parallel(like: &Group, args: &DemoArgs) -> Result<Arc<Node>, Failure>
         transports: vec![args.engine.transport.into()],
         digest: !args.engine.no_digest,
         inject: None,
+        fault: None,
         limits: kvferry_node::Limits::default(),
     })
     .map_err(|error| Failure::new(error.blame(), error))
