@@ -198,6 +198,8 @@ fn a_split_request_gives_the_bits_of_a_whole_one_and_computes_no_prompt_token_tw
             ("tp=3,page=8", "tp=1,page=24"),
             ("tp=2", "tp=4,dcp=4,page=5"),
             ("tp=2,pp=2", "tp=3,dcp=3,layers=0/1-3"),
+            ("cp=2,page=8", "tp=2"),
+            ("cp=4,shard=on,page=5", "tp=4,dcp=4,page=5"),
         ] {
             let SplitRun { tokens, last, chunks, .. } = split(&model, layouts, kv, &request);
             assert_eq!(tokens, expected, "{layouts:?}");

@@ -17,6 +17,11 @@ fn a_cached_prefix_changes_no_bit() {
         (Attention::Gqa, "tp=3,dcp=3,pp=3,page=4", 12),
         (Attention::Mla, "tp=4,dcp=4,interleave=3,page=4", 48),
         (Attention::Mla, "tp=2", 16),
+        (Attention::Gqa, "tp=2,cp=2,page=8", 8),
+        // Prefixes end in the middle of a rotation.
+        (Attention::Gqa, "cp=4,shard=on,page=5", 5),
+        (Attention::Mla, "tp=4,shard=on,page=8", 8),
+        (Attention::Mla, "tp=3,shard=on", 16),
     ] {
         let model = model(attention, Arith::Canonical);
         let config = config(layout);
@@ -47,9 +52,15 @@ fn a_cached_prefix_changes_no_bit() {
 
 #[test]
 fn a_cached_prefix_is_handed_over_and_received_once() {
-    let model = model(Attention::Mla, Arith::Canonical);
     // Blocks of 8 tokens at prefill, of 20 at decode.
-    let both = Split::new(&model, ("tp=2,page=8", "tp=4,dcp=4,page=5"), Dtype::Bf16);
+    for prefill in ["tp=2,page=8", "tp=2,shard=on,page=8", "cp=3,shard=on,page=8", "cp=2,page=8"] {
+        handed_over_and_received_once((prefill, "tp=4,dcp=4,page=5"));
+    }
+}
+
+fn handed_over_and_received_once(layouts: (&str, &str)) {
+    let model = model(Attention::Mla, Arith::Canonical);
+    let both = Split::new(&model, layouts, Dtype::Bf16);
     let whole = EngineConfig { kv: Dtype::Bf16, prefix_cache: false, ..config("tp=1") };
     let whole = Engine::start(Arc::clone(&model), &whole, Arc::new(NoHandOff)).unwrap();
     for (room, request, cached) in [
@@ -60,7 +71,7 @@ fn a_cached_prefix_is_handed_over_and_received_once() {
     ] {
         let (expected, _) = outcome(whole.generate(request.clone()).unwrap());
         let run = both.run(key(room), &request);
-        assert_eq!(run.tokens, expected, "room {room}");
+        assert_eq!(run.tokens, expected, "{layouts:?}, room {room}");
         assert_eq!((run.cached, run.last), (cached, done(0, cached.1)), "room {room}");
         // Whatever was computed, the chunks cover the prompt in order.
         let ends: Vec<u64> = run.chunks.iter().map(|chunk| chunk.end.0).collect();

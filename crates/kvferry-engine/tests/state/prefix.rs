@@ -59,6 +59,9 @@ fn a_stored_state_changes_no_bit() {
         (NeedleKimi, "tp=3,page=24", Dtype::Bf16, [96, 48, 48, 96]),
         (KimiLinearTiny, "tp=2,pp=2,page=8", Dtype::Fp8E4m3, [96, 48, 48, 112]),
         (KimiLinearTiny, "tp=6,dcp=3,interleave=2,page=5", Dtype::F32, [90, 0, 30, 90]),
+        (NeedleKimi, "tp=3,shard=on,page=8", Dtype::Bf16, [96, 48, 48, 112]),
+        (KimiLinearTiny, "tp=2,cp=2,shard=on,pp=2,page=8", Dtype::Bf16, [96, 48, 48, 112]),
+        (KimiLinearTiny, "cp=3,page=8", Dtype::F32, [96, 48, 48, 112]),
     ] {
         let model = of(checkpoint);
         let alone = EngineConfig { prefix_cache: false, ..config("tp=1", kv) };
