@@ -203,7 +203,8 @@ impl Engine {
     /// # Errors
     /// As [`Engine::generate`], before any work; through the answer [`EngineError::RoomInUse`].
     pub fn prefill(&self, key: RoomKey, request: Request) -> Result<Answer<RoomLease>, EngineError> {
-        let (request, place) = self.limits.admit(Hold::Prompt, request)?;
+        let hold = Hold::Prompt(self.capacity().path(request.ignore_eos));
+        let (request, place) = self.limits.admit(hold, request)?;
         let (granted, answer) = Answer::channel(&self.commands);
         self.send(Command::Prefill { key, request, place, granted })?;
         Ok(answer)
@@ -258,6 +259,14 @@ impl Engine {
     /// [`EngineError::NeverFits`]; [`EngineError::Request`] when either number is 0.
     pub fn check(&self, prompt_tokens: u64, max_tokens: u32) -> Result<(), EngineError> {
         self.limits.fit(Need { hold: Hold::Whole, prompt_tokens, max_tokens }).map(drop)
+    }
+
+    /// Checks all that [`Engine::reserve`] checks before any work, without beginning anything.
+    ///
+    /// # Errors
+    /// [`EngineError::NeverFits`] and [`EngineError::Request`].
+    pub fn check_reserve(&self, request: &Request) -> Result<(), EngineError> {
+        self.limits.check(Hold::Continue, request).map(drop)
     }
 
     /// Ends a request that [`Engine::generate`] was told to hold, and frees its pages. Does nothing to what a

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use kvferry_plan::{Hold, Need, RoomKey, TokenRange};
+use kvferry_plan::{Capacity, Hold, Need, RoomKey, TokenRange};
 
 use crate::{
     Event, FirstToken, Request, RoomLease, Sampling, StopReason, limits::Place, mailbox::Sender,
@@ -98,10 +98,10 @@ impl Job {
         }
     }
 
-    /// What it takes pages for.
-    pub(crate) fn need(&self) -> Need {
+    /// What it takes pages for, in an engine that can hold so much.
+    pub(crate) fn need(&self, capacity: &Capacity) -> Need {
         let hold = match self.kind {
-            Kind::Prefill => Hold::Prompt,
+            Kind::Prefill => Hold::Prompt(capacity.path(self.ignore_eos)),
             Kind::Decode => Hold::Continue,
             Kind::Generate => Hold::Whole,
         };

@@ -60,6 +60,7 @@ impl Limits {
                 made_for: made_for.max(max_model_len).into(),
                 pages,
                 parts: placement.parts.clone(),
+                prefix_cache: config.prefix_cache && placement.prefix_block().is_some(),
             },
             places: Arc::default(),
             max_queued: config.max_queued,
@@ -74,10 +75,15 @@ impl Limits {
     /// Checks a request of which `hold` is wanted, caps its `max_tokens` to what can be held, and takes its place in
     /// the queue.
     pub(crate) fn admit(&self, hold: Hold, mut request: Request) -> Result<(Request, Place), EngineError> {
-        self.sane(&request)?;
-        let (prompt_tokens, max_tokens) = (request.prompt.len() as u64, request.max_tokens);
-        request.max_tokens = self.fit(Need { hold, prompt_tokens, max_tokens })?;
+        request.max_tokens = self.check(hold, &request)?;
         Ok((request, self.place()?))
+    }
+
+    /// Checks a request of which `hold` is wanted; its `max_tokens` capped to what can be held.
+    pub(crate) fn check(&self, hold: Hold, request: &Request) -> Result<u32, EngineError> {
+        self.sane(request)?;
+        let (prompt_tokens, max_tokens) = (request.prompt.len() as u64, request.max_tokens);
+        self.fit(Need { hold, prompt_tokens, max_tokens })
     }
 
     /// Caps `max_tokens` to what can be held; refuses what never can.

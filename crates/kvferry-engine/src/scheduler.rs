@@ -302,7 +302,7 @@ impl Scheduler {
             let computes = job.kind != Kind::Decode;
             let found = if computes { self.pages.resumable(found) } else { found };
             let free = self.pages.free_for(&found);
-            let pages = match self.capacity.fit(job.need(), free) {
+            let pages = match self.capacity.fit(job.need(&self.capacity), free) {
                 Fit::Now { pages, .. } => pages,
                 Fit::Later { .. } => break,
                 // Intake asks the same question: it lets none of these in.

@@ -44,7 +44,7 @@ mod unsupported;
 
 pub use assembly::Assembly;
 pub use block::PrefixBlock;
-pub use capacity::{Capacity, Fit, Hold, Limit, Need};
+pub use capacity::{AdmissionPath, Capacity, Fit, Hold, Limit, Need};
 pub use cast::{Cast, Dtypes};
 pub use cover::{Cover, Covered};
 pub use coverage::{Accepted, Coverage, CoverageError};

@@ -245,12 +245,7 @@ impl Placement {
     /// ```
     #[must_use]
     pub fn shard_ranks(&self) -> u32 {
-        let mut rows = self.parts.iter().filter(|part| !part.part.is_state()).map(|part| match part.tokens {
-            TokenMap::PageSharded { ranks } => ranks.max(1),
-            TokenMap::Dense | TokenMap::Interleaved { .. } => 1,
-        });
-        let first = rows.next().unwrap_or(1);
-        if rows.all(|ranks| ranks == first) { first } else { 1 }
+        shard_ranks(&self.parts)
     }
 
     /// The shard rank that holds a logical page; 0 without KV sharding.
@@ -398,6 +393,16 @@ impl Placement {
         }
         Ok(())
     }
+}
+
+/// As [`Placement::shard_ranks`].
+pub(crate) fn shard_ranks(parts: &[PartLayout]) -> u32 {
+    let mut rows = parts.iter().filter(|part| !part.part.is_state()).map(|part| match part.tokens {
+        TokenMap::PageSharded { ranks } => ranks.max(1),
+        TokenMap::Dense | TokenMap::Interleaved { .. } => 1,
+    });
+    let first = rows.next().unwrap_or(1);
+    if rows.all(|ranks| ranks == first) { first } else { 1 }
 }
 
 fn fail(text: String) -> Result<(), PlacementError> {

@@ -94,7 +94,7 @@ pub(crate) async fn health(State(shared): State<Arc<Shared>>) -> Json<Health> {
         reason: state.err(),
         model: shared.engine.model().name().to_owned(),
         ranks: shared.engine.placement().ranks(),
-        longest_prompt: shared.engine.longest_prompt(),
+        longest_prompt: shared.longest_prompt(),
         compute: Compute::of(&shared.engine.stats()),
     })
 }

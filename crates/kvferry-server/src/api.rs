@@ -66,6 +66,10 @@ pub struct PrefillRequest {
     /// How many of the most probable tokens are told with the first one.
     #[serde(default)]
     pub top_logprobs: u32,
+    /// Whether decode will continue past the model's end-of-sequence ids. Without a prefix cache such a prompt has a limit
+    /// of its own.
+    #[serde(default)]
+    pub ignore_eos: bool,
 }
 
 /// A room that was handed over whole.

@@ -7,6 +7,17 @@ use futures_util::future::BoxFuture;
 
 use crate::{Chosen, Problem, SamplingSpec, TraceContext};
 
+/// A continuation, as far as it matters to whether it can be held.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Extent {
+    /// Tokens of the prompt.
+    pub(crate) prompt_tokens: u64,
+    /// Most tokens to generate.
+    pub(crate) max_tokens: u32,
+    /// Continue past the model's end-of-sequence ids.
+    pub(crate) ignore_eos: bool,
+}
+
 /// One continuation that is wanted.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Job {
@@ -22,6 +33,14 @@ pub(crate) struct Job {
     pub(crate) top_logprobs: u32,
     /// The trace that it is a part of.
     pub(crate) trace: Option<TraceContext>,
+}
+
+impl Job {
+    /// What has to be held.
+    pub(crate) fn extent(&self) -> Extent {
+        let Self { max_tokens, ignore_eos, .. } = *self;
+        Extent { prompt_tokens: self.prompt.len() as u64, max_tokens, ignore_eos }
+    }
 }
 
 /// How a continuation ended.
@@ -61,7 +80,7 @@ pub(crate) trait Backend: Send + Sync + 'static {
 
     /// Checks a prompt's length against what could ever be served, before anything is begun: the whole of a request
     /// with several continuations is refused at once.
-    fn check(&self, prompt_tokens: u64, max_tokens: u32) -> Result<(), Problem>;
+    fn check(&self, extent: Extent) -> Result<(), Problem>;
 
     /// Whether work would be taken now; if not, why.
     fn ready(&self) -> Result<(), Problem>;

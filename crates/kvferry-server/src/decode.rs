@@ -4,6 +4,7 @@ use std::{
     collections::HashMap,
     convert::Infallible,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
+    time::Instant,
 };
 
 use axum::{
@@ -19,8 +20,8 @@ use axum::{
 use futures_util::stream;
 use kvferry_engine::{Answer, Event, FirstToken, Request, RoomLease};
 use kvferry_node::{PeerAddr, Receipt, Receive};
-use kvferry_plan::{Blame, Descriptor, RoomKey, TokenRange};
-use kvferry_registry::{Group, Role, check_instance};
+use kvferry_plan::{Blame, Descriptor, Fit, Hold, InstanceId, Need, RoomKey, TokenRange};
+use kvferry_registry::{Group, HEARTBEAT, Role, check_instance};
 use kvferry_session::Prompt;
 use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
@@ -54,15 +55,22 @@ pub(crate) async fn handle(
     shared.admit().map_err(refuse)?;
     let seen = shared.telemetry.begin(asked.key, asked.prompt.len(), TraceContext::from_headers(&headers));
     seen.peer(&asked.prefill);
-    // What makes no sense or can never fit is refused before the other side is even looked for.
-    let granted = shared.engine.reserve(asked.key, request(&asked)).map_err(|error| {
-        let problem = Problem::engine(Stage::Admission, &error);
+    let refuse = |problem| {
         seen.failed(&problem, false);
         refuse(problem)
-    })?;
+    };
+    let no_room = |error| refuse(Problem::engine(Stage::Admission, &error));
+    // What makes no sense or can never fit is refused before the other side is even looked for; and what can never fit there,
+    // before pages are taken on either.
+    let request = request(&asked);
+    shared.engine.check_reserve(&request).map_err(no_room)?;
+    let prefill = find_prefill(&shared, &asked.prefill).await.map_err(refuse)?;
+    let found = Instant::now();
+    prefill_holds(&prefill, &asked).map_err(refuse)?;
+    let granted = shared.engine.reserve(asked.key, request).map_err(no_room)?;
     let (lines, mut records) = mpsc::channel(BACKLOG);
     let span = seen.log_span();
-    let room = Room { shared: Arc::clone(&shared), asked, lines, seen };
+    let room = Room { shared: Arc::clone(&shared), asked, prefill, found, lines, seen };
     shared.tasks.spawn(room.run(granted).instrument(span));
     // The status says how it went until the pages were there; what fails later is the stream's last line.
     let first = match records.recv().await {
@@ -94,6 +102,32 @@ fn request(asked: &DecodeRequest) -> Request {
         top_logprobs: asked.top_logprobs,
         // Then its state after the prompt is kept too.
         hold: asked.hold.then_some(asked.key),
+    }
+}
+
+async fn find_prefill(shared: &Shared, prefill: &InstanceId) -> Result<Group, Problem> {
+    let group = shared.registry.lookup(prefill).await;
+    let group = group.map_err(|error| Problem::new(error.blame(), Stage::Lookup, error))?;
+    if group.role != Role::Prefill {
+        let cause = format!("field `prefill`: {} is a {} instance", group.instance, group.role);
+        return Err(Problem::new(Blame::Caller, Stage::Request, cause));
+    }
+    Ok(group)
+}
+
+/// Refuses a prompt that prefill can never hold. One that does not say what it can hold answers for itself.
+fn prefill_holds(prefill: &Group, asked: &DecodeRequest) -> Result<(), Problem> {
+    let Some(capacity) = prefill.members.first().and_then(|member| member.capacity.as_ref()) else {
+        return Ok(());
+    };
+    let hold = Hold::Prompt(capacity.path(asked.ignore_eos));
+    let need = Need { hold, prompt_tokens: asked.prompt.len() as u64, max_tokens: 1 };
+    match capacity.fit(need, capacity.pages) {
+        Fit::Now { .. } | Fit::Later { .. } => Ok(()),
+        Fit::Never(limit) => {
+            let cause = format!("prefill instance {}: {limit}", prefill.instance);
+            Err(Problem::new(Blame::Caller, Stage::Admission, cause))
+        }
     }
 }
 
@@ -155,6 +189,9 @@ impl Drop for Generating<'_> {
 struct Room {
     shared: Arc<Shared>,
     asked: DecodeRequest,
+    /// Who computes the prompt, as the registry knew it at some time.
+    prefill: Group,
+    found: Instant,
     /// Closed when the client goes away.
     lines: mpsc::Sender<DecodeRecord>,
     seen: RoomTelemetry,
@@ -189,7 +226,7 @@ impl Room {
         self.seen.admitted();
         self.seen.enter(Phase::Pair);
         let prefill = tokio::select! {
-            prefill = self.find_prefill() => prefill?,
+            prefill = self.prefill_now() => prefill?,
             problem = self.ended(Stage::Lookup) => return Err(problem),
         };
         let decode = self.shared.engine.descriptor();
@@ -235,15 +272,12 @@ impl Room {
         }
     }
 
-    async fn find_prefill(&self) -> Result<Group, Problem> {
-        let Shared { registry, .. } = &*self.shared;
-        let group = registry.lookup(&self.asked.prefill).await;
-        let group = group.map_err(|error| Problem::new(error.blame(), Stage::Lookup, error))?;
-        if group.role != Role::Prefill {
-            let cause = format!("field `prefill`: {} is a {} instance", group.instance, group.role);
-            return Err(Problem::new(Blame::Caller, Stage::Request, cause));
+    /// Who computes the prompt. While the request waited for its pages it may have started again.
+    async fn prefill_now(&self) -> Result<Group, Problem> {
+        if self.found.elapsed() < HEARTBEAT {
+            return Ok(self.prefill.clone());
         }
-        Ok(group)
+        find_prefill(&self.shared, &self.asked.prefill).await
     }
 
     async fn receive(&self, peers: Vec<PeerAddr>, lease: &RoomLease) -> Result<Receipt, Problem> {

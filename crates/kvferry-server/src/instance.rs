@@ -17,7 +17,7 @@ use axum::{
 };
 use kvferry_engine::{Engine, EngineConfig, HandOff, Model, RoomLease};
 use kvferry_node::{Node, NodeConfig, Observer, SourceFault};
-use kvferry_plan::{Blame, Bytes, Descriptor, Incarnation, InstanceId, RoomKey};
+use kvferry_plan::{AdmissionPath, Blame, Bytes, Descriptor, Hold, Incarnation, InstanceId, RoomKey};
 use kvferry_registry::{Client, Guarded, Member, Registration, Role, State, bind_loopback};
 use kvferry_transport::{Inject, TransportKind};
 use tokio::net::TcpListener;
@@ -105,6 +105,15 @@ impl Shared {
         }
         let cause = format!("{} is shutting down; ask another instance", self.instance);
         Err(Problem::new(Blame::Environment, Stage::Admission, cause))
+    }
+
+    /// Longest prompt that is served, in tokens.
+    pub(crate) fn longest_prompt(&self) -> u64 {
+        let hold = match self.role {
+            Role::Decode => Hold::Continue,
+            _ => Hold::Prompt(AdmissionPath::Normal),
+        };
+        self.engine.capacity().longest(hold)
     }
 
     /// Comes true when a request has waited for pages for as long as it may.

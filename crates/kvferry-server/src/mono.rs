@@ -22,7 +22,7 @@ use tokio_util::sync::CancellationToken;
 
 use crate::{
     Chosen, Compute, Problem, ServerError, Stage, TraceSink,
-    backend::{Answer, Backend, Finish, Job, Piece},
+    backend::{Answer, Backend, Extent, Finish, Job, Piece},
     openai::Api,
     pair::mint_room,
     process::ProcessCounts,
@@ -165,9 +165,9 @@ impl Backend for Alone {
         })
     }
 
-    fn check(&self, prompt_tokens: u64, max_tokens: u32) -> Result<(), Problem> {
+    fn check(&self, extent: Extent) -> Result<(), Problem> {
         self.engine
-            .check(prompt_tokens, max_tokens)
+            .check(extent.prompt_tokens, extent.max_tokens)
             .map_err(|error| Problem::engine(Stage::Admission, &error))
     }
 

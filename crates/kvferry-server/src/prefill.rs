@@ -51,6 +51,7 @@ pub(crate) async fn handle(
     let request = Request {
         sampling: asked.sampling.into(),
         top_logprobs: asked.top_logprobs,
+        ignore_eos: asked.ignore_eos,
         ..Request::greedy(asked.prompt, 1)
     };
     let granted = shared.engine.prefill(key, request).map_err(|error| refuse(refused(&seen, error)))?;

@@ -113,7 +113,7 @@ impl Cluster {
             ignore_eos: true,
             hold: false,
         };
-        (PrefillRequest { key, prompt, sampling, top_logprobs: 0 }, decode)
+        (PrefillRequest { key, prompt, sampling, top_logprobs: 0, ignore_eos: true }, decode)
     }
 
     /// One request across both; decode's end.

@@ -91,7 +91,16 @@ impl Cluster {
             top_logprobs: 0,
             hold: false,
         };
-        (PrefillRequest { key, prompt, sampling: SamplingSpec::default(), top_logprobs: 0 }, decode)
+        (
+            PrefillRequest {
+                key,
+                prompt,
+                sampling: SamplingSpec::default(),
+                top_logprobs: 0,
+                ignore_eos: true,
+            },
+            decode,
+        )
     }
 
     /// One request across both: the ids and the end.
@@ -433,6 +442,31 @@ fn a_held_room_can_be_read_and_released_once() {
         assert!(decode.kv(key(1), RankId(0)).await.is_err());
     });
     assert!(cluster.is_quiet());
+}
+
+#[test]
+fn what_prefill_can_never_hold_decode_refuses_before_it_takes_a_page() {
+    // 3 pages of 16: with `ignore_eos` and no prefix cache, what is left beside a page and 3 tokens is one whole page.
+    for (more, limit) in [(&[][..], 30), (&["--no-prefix-cache"], 16)] {
+        let cluster = Cluster::start(&[&["--pool-tokens", "48"], more].concat(), &[]);
+        let (to_prefill, to_decode) = cluster.ask(1, &vec![7; limit + 1]);
+        let told = cluster.runtime.block_on(async {
+            let decode = client(&cluster.decode).decode(&to_decode).await.unwrap_err();
+            [decode, client(&cluster.prefill).prefill(&to_prefill).await.unwrap_err()]
+        });
+        for refused in &told {
+            assert_eq!((refused.blame, refused.stage), (Blame::Caller, Stage::Admission));
+            for part in [&format!("limit is {limit}"), "pool of 3 pages holds 48 tokens", "--pool-tokens to"]
+            {
+                assert!(refused.cause.contains(part), "{part}: {refused}");
+            }
+        }
+        assert!(told[0].cause.starts_with("prefill instance "), "{}", told[0]);
+        assert!(cluster.held().iter().all(|ledger| ledger["engine"]["pages_held"] == 0));
+        // Whoever comes after it, as long as may be.
+        assert_eq!(cluster.run(2, &vec![7; limit]).unwrap().0.len(), 4);
+        wait_until("quiet", || cluster.is_quiet());
+    }
 }
 
 #[test]

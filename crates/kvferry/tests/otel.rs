@@ -145,7 +145,7 @@ fn prefill_and_decode_are_one_trace_at_the_collector() {
         ignore_eos: true,
         hold: false,
     };
-    let to_prefill = PrefillRequest { key, prompt, sampling, top_logprobs: 0 };
+    let to_prefill = PrefillRequest { key, prompt, sampling, top_logprobs: 0, ignore_eos: true };
     runtime.block_on(async {
         let client = |server: &Server| InstanceClient::new(&server.url).unwrap().traced(caller);
         let (to, from) = (client(&prefill), client(&decode));

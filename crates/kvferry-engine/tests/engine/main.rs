@@ -271,18 +271,22 @@ fn a_prompt_that_can_never_fit_is_refused_with_the_limit_that_it_meets() {
     let short = EngineConfig { max_model_len: Some(32), ..config("tp=1") };
     let text = refusal(&short, 32);
     assert!(text.contains("the limit is 31") && text.contains("--max-model-len"), "{text}");
-    // What just fits is served. Prefill alone needs no place for the next token in its pool.
+    // What just fits is served. Prefill keeps a page and two tokens of its pool back.
     assert_eq!(outcome(start(&pool).generate(full(63, 9)).unwrap()).0.len(), 1);
-    assert!(start(&pool).prefill(key(1), full(64, 1)).unwrap().wait().is_ok());
+    assert!(start(&pool).prefill(key(1), full(46, 1)).unwrap().wait().is_ok());
+    let text = start(&pool).prefill(key(1), full(47, 1)).unwrap_err().to_string();
+    assert!(text.contains("the limit is 46") && text.contains("--pool-tokens to 65"), "{text}");
     assert!(start(&short).prefill(key(1), full(32, 1)).is_err());
 }
 
 #[test]
 fn what_intake_lets_in_is_admitted_and_nothing_else() {
-    for (layout, pool_tokens, max_model_len) in
+    for ((layout, pool_tokens, max_model_len), prefix_cache) in
         [("tp=1,page=5", 23, None), ("tp=2,dcp=2,interleave=3,page=4", 20, None), ("tp=3", 64, Some(21))]
+            .into_iter()
+            .flat_map(|case| [(case, true), (case, false)])
     {
-        let config = EngineConfig { pool_tokens, max_model_len, ..config(layout) };
+        let config = EngineConfig { pool_tokens, max_model_len, prefix_cache, ..config(layout) };
         let engine = start(&config);
         let mut refused = 0;
         for length in 1..40 {

@@ -127,7 +127,7 @@ impl Api {
         let told = |problem| ApiError::computing(problem, kind.prompt_field());
         self.backend.ready().map_err(told)?;
         for prompt in &wanted.prompts {
-            self.backend.check(prompt.len() as u64, wanted.max_tokens).map_err(told)?;
+            self.backend.check(wanted.extent(prompt)).map_err(told)?;
         }
         let count = u32::try_from(wanted.continuations()).unwrap_or(u32::MAX);
         let slots = Arc::clone(&self.slots).try_acquire_many_owned(count);

@@ -12,7 +12,10 @@ use super::{
     body::{Body, Logprobs, MessageBody, Object, Prompt, Prompts},
     error::ApiError,
 };
-use crate::{Problem, SamplingSpec, Stage, TraceContext, backend::Job};
+use crate::{
+    Problem, SamplingSpec, Stage, TraceContext,
+    backend::{Extent, Job},
+};
 
 /// Most continuations of one request, over all its prompts.
 const CONTINUATIONS: usize = 128;
@@ -110,6 +113,12 @@ impl Wanted {
     /// How many continuations there are.
     pub(crate) fn continuations(&self) -> usize {
         self.prompts.len() * self.n
+    }
+
+    /// What has to be held for a continuation of a prompt.
+    pub(crate) fn extent(&self, prompt: &[u32]) -> Extent {
+        let Self { max_tokens, ignore_eos, .. } = *self;
+        Extent { prompt_tokens: prompt.len() as u64, max_tokens, ignore_eos }
     }
 
     /// One job per continuation: those of the first prompt, then those of the next.

@@ -18,7 +18,7 @@ use serde_json::{Value, json};
 use super::Api;
 use crate::{
     Chosen, Problem, Stage,
-    backend::{Answer, Backend, Finish, Job, Piece},
+    backend::{Answer, Backend, Extent, Finish, Job, Piece},
 };
 
 /// What happens to a job depends on the first token of its prompt.
@@ -84,8 +84,8 @@ impl Backend for Fake {
         })
     }
 
-    fn check(&self, prompt_tokens: u64, _max_tokens: u32) -> Result<(), Problem> {
-        if prompt_tokens < 10 {
+    fn check(&self, extent: Extent) -> Result<(), Problem> {
+        if extent.prompt_tokens < 10 {
             Ok(())
         } else {
             Err(Problem::new(Blame::Caller, Stage::Admission, "too long"))

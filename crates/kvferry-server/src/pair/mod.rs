@@ -82,6 +82,7 @@ impl InstancePair {
             prompt: request.prompt.clone(),
             sampling: request.sampling,
             top_logprobs: request.top_logprobs,
+            ignore_eos: request.ignore_eos,
         };
         let request = DecodeRequest { prefill: self.prefill.instance.clone(), ..request };
         let alternatives = request.top_logprobs > 0;

@@ -19,7 +19,7 @@ use super::{
 use crate::{
     DecodeRequest, InstancePair, PairAnswer, PairDone, PairEvent, Problem, Stage,
     api::Reach,
-    backend::{Answer, Backend, Finish, Job, Piece},
+    backend::{Answer, Backend, Extent, Finish, Job, Piece},
     pair::mint_room,
     telemetry::{RoomTelemetry, Telemetry, Totals},
 };
@@ -152,11 +152,11 @@ impl Pairs {
 
     /// The pair for a job, by the rule of [`choose`].
     fn choose(&self, snapshot: &Snapshot, job: &Job, tried: &Tried) -> Result<Chosen, Problem> {
-        let (prompt, wanted) = (job.prompt.len() as u64, job.max_tokens);
+        let extent = job.extent();
         let _choosing = self.choosing.lock().unwrap_or_else(PoisonError::into_inner);
         let mut all = snapshot.matches()?;
         all.retain(|found| !tried.has(found));
-        let held = holding(&all, prompt, wanted)?;
+        let held = holding(&all, extent)?;
         let candidates: Vec<Candidate<'_>> = held
             .iter()
             .map(|(found, prefill, decode)| Candidate {
@@ -173,12 +173,12 @@ impl Pairs {
             let cause = "every instance that could serve this has been tried";
             return Err(Problem::new(Blame::Environment, Stage::Lookup, cause));
         };
-        let tokens = prompt.saturating_add(decode.max_tokens.into());
+        let tokens = extent.prompt_tokens.saturating_add(decode.max_tokens.into());
         Ok(Chosen {
             pair: InstancePair { prefill: found.prefill.leg(), decode: found.decode.leg() },
             seats: [Arc::clone(&found.prefill), Arc::clone(&found.decode)],
-            max_tokens: wanted,
-            prefill: found.prefill.book(prompt, prefill.pages),
+            max_tokens: extent.max_tokens,
+            prefill: found.prefill.book(extent.prompt_tokens, prefill.pages),
             decode: found.decode.book(tokens, decode.pages),
         })
     }
@@ -196,14 +196,10 @@ struct Held {
 ///
 /// # Errors
 /// When none ever can: the limit of the side that comes nearest.
-fn holding<'a>(
-    matches: &[&'a Match],
-    prompt: u64,
-    max_tokens: u32,
-) -> Result<Vec<(&'a Match, Held, Held)>, Problem> {
+fn holding<'a>(matches: &[&'a Match], extent: Extent) -> Result<Vec<(&'a Match, Held, Held)>, Problem> {
     let (mut held, mut nearest) = (Vec::new(), None::<(&Seat, Limit)>);
     for found in matches {
-        let ask = |seat: &'a Seat| side(seat, prompt, max_tokens).map_err(|limit| (seat, limit));
+        let ask = |seat: &'a Seat| side(seat, extent).map_err(|limit| (seat, limit));
         match ask(&found.prefill).and_then(|prefill| Ok((prefill, ask(&found.decode)?))) {
             Ok((prefill, decode)) => held.push((*found, prefill, decode)),
             Err((seat, limit)) => {
@@ -222,8 +218,8 @@ fn holding<'a>(
     }
 }
 
-fn side(seat: &Seat, prompt: u64, max_tokens: u32) -> Result<Held, Limit> {
-    match seat.fit(prompt, max_tokens) {
+fn side(seat: &Seat, extent: Extent) -> Result<Held, Limit> {
+    match seat.fit(extent) {
         Fit::Now { pages, max_tokens } => Ok(Held { pages, max_tokens, waits: false }),
         Fit::Later { pages, max_tokens } => Ok(Held { pages, max_tokens, waits: true }),
         Fit::Never(limit) => Err(limit),
@@ -348,9 +344,9 @@ impl Backend for Pairs {
         Box::pin(async move { Ok(Box::new(self.begin(job).await?) as Box<dyn Answer>) })
     }
 
-    fn check(&self, prompt_tokens: u64, max_tokens: u32) -> Result<(), Problem> {
+    fn check(&self, extent: Extent) -> Result<(), Problem> {
         let snapshot = self.view.snapshot()?;
-        holding(&snapshot.matches()?, prompt_tokens, max_tokens).map(drop)
+        holding(&snapshot.matches()?, extent).map(drop)
     }
 
     fn ready(&self) -> Result<(), Problem> {

@@ -12,7 +12,7 @@ use kvferry_plan::{Capacity, Descriptor, Fit, Hold, Incarnation, InstanceId, Nee
 use kvferry_registry::{Group, Role};
 use serde::Serialize;
 
-use crate::{InstanceClient, Leg, Problem};
+use crate::{InstanceClient, Leg, Problem, backend::Extent};
 
 /// How long others are preferred to an instance at which a room failed: longer than a registry's lease, after which one
 /// that is dead is not listed any more.
@@ -102,17 +102,15 @@ impl Seat {
 
     /// When a request can be held here, by what this router knows. One that does not say what it can hold answers for
     /// itself.
-    pub(super) fn fit(&self, prompt_tokens: u64, max_tokens: u32) -> Fit {
+    pub(super) fn fit(&self, extent: Extent) -> Fit {
+        let Extent { prompt_tokens, max_tokens, ignore_eos } = extent;
         let Some(capacity) = &self.capacity else { return Fit::Now { pages: 0, max_tokens } };
-        let free = capacity.pages.saturating_sub(self.load().pages);
-        capacity.fit(Need { hold: self.hold(), prompt_tokens, max_tokens }, free)
-    }
-
-    fn hold(&self) -> Hold {
-        match self.role {
+        let hold = match self.role {
             Role::Decode => Hold::Continue,
-            _ => Hold::Prompt,
-        }
+            _ => Hold::Prompt(capacity.path(ignore_eos)),
+        };
+        let free = capacity.pages.saturating_sub(self.load().pages);
+        capacity.fit(Need { hold, prompt_tokens, max_tokens }, free)
     }
 
     /// Counts a request until the booking is dropped.

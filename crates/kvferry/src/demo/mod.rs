@@ -158,17 +158,24 @@ fn tolerance(args: &DemoArgs) -> report::Claim {
     }
 }
 
-/// Tokens of each pool: enough for the longest sequence, because sequences come one after the other, and never more.
+/// Tokens of each pool: enough for the longest sequence, because sequences come one after the other, and for its prompt to be
+/// let in at prefill; never more.
 fn pool_tokens(args: &DemoArgs, prompts: &[Prompt], sequence: u64) -> Result<u64, Failure> {
     let longest = prompts.iter().map(|p| p.ids.len() as u64).max().unwrap_or(0);
-    let needed = longest.saturating_add(u64::from(args.max_tokens)).min(sequence);
+    let held = longest.saturating_add(u64::from(args.max_tokens)).min(sequence);
+    let let_in = args.prefill.pool_for_prompt(longest);
+    let needed = held.max(let_in);
     match args.engine.pool_tokens {
         None => Ok(needed),
-        Some(tokens) if tokens >= needed => Ok(tokens.min(sequence)),
-        Some(tokens) => Err(Failure::caller(format!(
+        Some(tokens) if tokens >= needed => Ok(tokens.min(sequence.max(needed))),
+        Some(tokens) if held >= let_in => Err(Failure::caller(format!(
             "--pool-tokens {tokens}: the longest prompt has {longest} tokens and up to {} are generated; give at least \
              {needed}, leave the flag out, or lower --max-tokens",
-            needed - longest
+            held.saturating_sub(longest)
+        ))),
+        Some(tokens) => Err(Failure::caller(format!(
+            "--pool-tokens {tokens}: the longest prompt has {longest} tokens, and prefill keeps room beside it; give at \
+             least {needed}, or leave the flag out"
         ))),
     }
 }

@@ -227,6 +227,7 @@ impl Ask {
             prompt: self.prompt.clone(),
             sampling: SamplingSpec::default(),
             top_logprobs: 0,
+            ignore_eos: true,
         }
     }
 

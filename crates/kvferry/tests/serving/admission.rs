@@ -41,6 +41,27 @@ fn a_prompt_that_one_side_can_never_hold_is_a_400_that_touches_nobody() {
 }
 
 #[test]
+fn what_prefill_can_hold_depends_on_the_request_s_own_path() {
+    // 3 pages of 16: with `ignore_eos` one page is left beside a page and 3 tokens; without it 30 tokens.
+    let service = Service::start(&[&["--pool-tokens", "48", "--no-prefix-cache"]], &[&[]]);
+    let asked = |tokens, ignore_eos: bool| {
+        let mut body = request(tokens, 2);
+        body["ignore_eos"] = ignore_eos.into();
+        service.complete(&body)
+    };
+    for (ignore_eos, limit) in [(true, 16), (false, 30)] {
+        let (status, answer) = asked(limit + 1, ignore_eos);
+        assert_eq!(status, 400, "{answer:#}");
+        let message = answer["error"]["message"].as_str().unwrap();
+        for part in ["prefill instance p0", &format!("the limit is {limit} "), "--pool-tokens to "] {
+            assert!(message.contains(part), "{part}: {message}");
+        }
+        assert_eq!(asked(limit, ignore_eos).0, 200);
+    }
+    service.quiet("after all", service.all());
+}
+
+#[test]
 fn small_pools_and_many_requests_crosswise_all_end() {
     // Two requests at a time at most, on any side.
     let small: &[&str] = &["--pool-tokens", "160", "--chunk", "16"];

@@ -81,6 +81,7 @@ impl Misfit {
             prompt: prompt.ids.clone(),
             sampling: SamplingSpec::default(),
             top_logprobs: 0,
+            ignore_eos: true,
         };
         let started = Instant::now();
         let (at_decode, at_prefill) =

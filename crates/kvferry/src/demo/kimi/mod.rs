@@ -88,7 +88,9 @@ fn section_args(section: &Section, args: &DemoArgs) -> Result<DemoArgs, Failure>
         How::AtOnce | How::Joining => case.lengths().map(room).sum(),
         How::Several => ROOMS * case.lengths().map(room).sum::<usize>(),
     };
-    engine.pool_tokens = section.cases.iter().map(|case| together(case) as u64).max();
+    let together = section.cases.iter().map(|case| together(case) as u64).max();
+    // Prefill keeps room beside a prompt.
+    engine.pool_tokens = together.max(Some(args.prefill.pool_for_prompt(section.longest() as u64)));
     if section.fault.is_some() {
         // The hand-off's own digests would find what is wrong on the way before anything is compared.
         (engine.inject, engine.no_digest) = (section.fault, true);
