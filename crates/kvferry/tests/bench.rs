@@ -65,6 +65,56 @@ fn a_picture_that_cannot_be_written() {
     assert!(run.stderr.contains("--svg /no/such/folder/x.svg"), "{}", run.all());
 }
 
+/// What engines have allocated: with KV sharding a rank has its share and at most a page more, and beside the pool room for
+/// two layers' rows of the longest context and of a chunk.
+#[test]
+fn memory() {
+    let deepseek = concat!(env!("CARGO_MANIFEST_DIR"), "/../kvferry-engine/tests/data/deepseek_v3_tiny");
+    // Bytes of one token's rows in all layers, and in one.
+    for (model, cases, token, layer) in [
+        ("embedded:llama_tiny", [("mla", "tp"), ("gqa", "cp")], 4 * 512, 512),
+        (deepseek, [("mla", "tp"), ("mla", "cp")], 4 * 320, 320),
+        ("embedded:kimi_linear_tiny", [("hybrid", "tp"), ("hybrid", "cp")], 2 * 320, 320),
+    ] {
+        let folder = tempfile::tempdir().unwrap();
+        let svg = folder.path().join("memory.svg");
+        let at = svg.to_str().unwrap();
+        let run = kvferry(&["bench", "memory", "--model", model, "--context", "2000", "--json", "--svg", at]);
+        assert_eq!(run.code, Some(0), "{}", run.all());
+        let json = run.json();
+        let bytes = |row: &serde_json::Value, name: &str| row[name].as_u64().unwrap();
+        assert_eq!(bytes(&json, "context_tokens"), 2000);
+        let chunk = bytes(&json, "chunk_tokens");
+        let found = json["cases"].as_array().unwrap();
+        assert_eq!(found.len(), cases.len());
+        for (case, (attention, over)) in found.iter().zip(cases) {
+            assert_eq!((&case["attention"], &case["over"]), (&attention.into(), &over.into()));
+            let rows = case["rows"].as_array().unwrap();
+            assert_eq!(rows.iter().map(|row| bytes(row, "ranks")).collect::<Vec<_>>(), [1, 2, 4]);
+            for row in rows {
+                let (ranks, page) = (bytes(row, "ranks"), bytes(row, "page_bytes"));
+                assert_eq!(bytes(row, "unsharded_kv_bytes"), 2000 * token);
+                assert_eq!(page, 16 * token);
+                let kv = bytes(row, "kv_bytes");
+                assert!((2000 * token / ranks..=2000 * token / ranks + page).contains(&kv), "{row:#}");
+                assert!(row["ratio"].as_f64().unwrap() >= 1.0 / ranks as f64, "{row:#}");
+                if attention != "hybrid" {
+                    let [unsharded, pool] =
+                        ["unsharded_pool_bytes", "pool_bytes"].map(|name| bytes(row, name));
+                    assert!(pool >= kv && pool <= unsharded / ranks + page, "{row:#}");
+                }
+                let scratch = bytes(row, "scratch_bytes");
+                assert_eq!(scratch > 0, ranks > 1, "{row:#}");
+                assert!(scratch <= 2 * layer * (2000 + chunk), "{row:#}");
+                assert_eq!(row["holds"], true, "{row:#}");
+            }
+        }
+        let drawn = std::fs::read_to_string(&svg).unwrap();
+        assert!(drawn.starts_with("<svg") && drawn.ends_with("</svg>\n"), "{drawn}");
+        assert_eq!(drawn.matches("<rect").count(), 1 + 6, "{drawn}");
+    }
+}
+
 /// Without llama.cpp, which the command says.
 #[test]
 fn engine() {

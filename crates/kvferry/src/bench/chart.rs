@@ -127,10 +127,12 @@ impl Bar {
         );
         // A line between the lowest and the highest, with its ends marked.
         let (from, to, up, down) = (x(*low), x(*high), middle - 3.0, middle + 3.0);
-        let _ = writeln!(
-            svg,
-            r#"<path class="spread" d="M{from:.1} {up}V{down}M{from:.1} {middle}H{to:.1}M{to:.1} {up}V{down}"/>"#
-        );
+        if low < high {
+            let _ = writeln!(
+                svg,
+                r#"<path class="spread" d="M{from:.1} {up}V{down}M{from:.1} {middle}H{to:.1}M{to:.1} {up}V{down}"/>"#
+            );
+        }
         // Nothing shines through the number.
         let at = x(high.max(*value)) + 8.0;
         let _ = writeln!(svg, r#"<path class="page" d="M{:.1} {top:.1}h32v{BAR}h-32z"/>"#, at - 3.0);

@@ -3,6 +3,7 @@
 mod chart;
 mod engine;
 mod machine;
+mod memory;
 mod numbers;
 mod plan;
 mod rounds;
@@ -39,6 +40,12 @@ pub(crate) enum BenchCommand {
     /// one thread through a prebuilt library; the last line says how to get it when it is not there. With --long: one
     /// long prompt on two ranks instead, without llama.cpp.
     Engine(engine::EngineBench),
+    /// How much memory a rank's cache takes with KV sharding, and the context that fits into it
+    ///
+    /// Starts engines with a pool for one long sequence and reads what they have allocated, sharded and not: latent rows over
+    /// TP ranks, keys and values over prefill CP ranks. Exit status 1 when a rank has more than its share, one page and
+    /// the scratch.
+    Memory(memory::MemoryBench),
     /// What an application feels: prefill and decode behind a router, beside one process that does both
     ///
     /// Starts both on this machine and asks them in turns: time to the first token, time per further token, throughput,
@@ -58,6 +65,7 @@ pub(crate) fn run(command: &BenchCommand, runtime: &Runtime) -> Result<ExitCode,
     match command {
         BenchCommand::Plan(args) => plan::run(args),
         BenchCommand::Engine(args) => engine::run(args, runtime),
+        BenchCommand::Memory(args) => memory::run(args, runtime),
         BenchCommand::Serve(args) => serve::run(args, runtime),
         BenchCommand::Transfer(args) => transfer::run(args),
     }
