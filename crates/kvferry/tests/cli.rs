@@ -84,6 +84,7 @@ fn help() {
     insta::assert_snapshot!("help_plan", said(&["plan", "--help"]));
     insta::assert_snapshot!("help_bench_transfer", said(&["bench", "transfer", "--help"]));
     insta::assert_snapshot!("help_bench_engine", said(&["bench", "engine", "--help"]));
+    insta::assert_snapshot!("help_bench_memory", said(&["bench", "memory", "--help"]));
     insta::assert_snapshot!("help_bench_serve", said(&["bench", "serve", "--help"]));
     insta::assert_snapshot!("help_bench_plan", said(&["bench", "plan", "--help"]));
     insta::assert_snapshot!("help_model", said(&["model", "--help"]));
@@ -101,10 +102,11 @@ fn what_people_see_fits_80_columns() {
         vec!["bench", "plan"],
         vec!["bench", "transfer", "--size", "small", "--rounds", "1"],
         vec!["bench", "engine", "--model", "embedded:llama_tiny", "--prompt", "9", "--rounds", "1"],
+        vec!["bench", "memory", "--model", "embedded:kimi_linear_tiny", "--context", "300"],
         vec!["bench", "serve", "--model", "embedded:llama_tiny", "--quick"],
     ];
-    let commands =
-        ["bench plan", "bench engine", "bench serve", "bench transfer", "model pull", "model path"];
+    let benches = ["bench plan", "bench engine", "bench memory", "bench serve", "bench transfer"];
+    let commands = benches.into_iter().chain(["model pull", "model path"]);
     for command in ["", "bench", "demo", "doctor", "model", "plan", "serve", "up"].into_iter().chain(commands)
     {
         for help in ["-h", "--help"] {
