@@ -112,10 +112,19 @@ fn what_failed_or_was_given_up_is_never_cached() {
 
 #[test]
 fn cached_pages_make_room_and_readers_keep_theirs() {
-    let (recorder, calls) = Recorder::new();
-    let small = EngineConfig { pool_tokens: 192, ..config("tp=2") };
-    let engine = Engine::start(model(Attention::Gqa, Arith::Canonical), &small, recorder).unwrap();
-    let alone = start(&EngineConfig { prefix_cache: false, ..small.clone() });
+    for (attention, layout) in
+        [(Attention::Gqa, "tp=2"), (Attention::Gqa, "cp=2,shard=on"), (Attention::Mla, "tp=4,shard=on")]
+    {
+        make_room(attention, layout);
+    }
+}
+
+fn make_room(attention: Attention, layout: &str) {
+    let (model, (recorder, calls)) = (model(attention, Arith::Canonical), Recorder::new());
+    let small = EngineConfig { pool_tokens: 192, ..config(layout) };
+    let engine = Engine::start(Arc::clone(&model), &small, recorder).unwrap();
+    let alone = EngineConfig { prefix_cache: false, ..small };
+    let alone = Engine::start(model, &alone, Arc::new(NoHandOff)).unwrap();
     // A finished prompt whose pages are still being read.
     let lease = engine.prefill(key(1), branch(64, 64)).unwrap().wait().unwrap();
     while !matches!(calls.recv_timeout(PATIENCE).unwrap(), Call::Finished(..)) {}
@@ -140,6 +149,48 @@ fn cached_pages_make_room_and_readers_keep_theirs() {
         outcome(engine.generate(request).unwrap());
     }
     assert_eq!(rows.rank(RankId(0)), Err(EngineError::UnknownRoom(key(1))));
+    all_free(&engine);
+}
+
+/// Hand-offs hold pages, cached ones go, and who waits is let in as soon as every rank has its share.
+#[test]
+fn a_prompt_waits_for_the_fullest_rank_only() {
+    let (recorder, calls) = Recorder::new();
+    // Two ranks with 5 pages of 16 each.
+    let small = EngineConfig { pool_tokens: 160, ..config("tp=2,shard=on") };
+    let engine = Engine::start(model(Attention::Mla, Arith::Canonical), &small, recorder).unwrap();
+    let hand_off = |room, length: u32| {
+        let prompt = (0..length).map(|i| i * 3 + room as u32).collect();
+        engine.prefill(key(room), Request::greedy(prompt, 1)).unwrap()
+    };
+    let finished = || while !matches!(calls.recv_timeout(PATIENCE).unwrap(), Call::Finished(..)) {};
+    drop((hand_off(1, 48).wait().unwrap(), finished()));
+    all_free(&engine);
+    assert_eq!(engine.stats().pages_cached, 3);
+    let [first, second] = [2, 3].map(|room| {
+        let lease = hand_off(room, 48).wait().unwrap();
+        finished();
+        lease
+    });
+    let held = engine.rank_rows(key(2), RankId(0)).unwrap();
+    // Two pages of each rank can be had, three of them cached; the next one wants three of one rank.
+    wait_for(&engine, |s| s.pages_held == 6 && s.pages_free == 4 && s.pages_cached == 9);
+    let waits = hand_off(4, 80);
+    wait_for(&engine, |s| s.queued == 1);
+    // Nothing is evicted for one that cannot be let in.
+    assert_eq!(engine.stats().pages_cached, 9);
+    drop(second);
+    let third = waits.wait().unwrap();
+    finished();
+    assert_eq!(
+        engine.rank_rows(key(2), RankId(0)).unwrap().bytes,
+        held.bytes,
+        "a page that is read has changed"
+    );
+    for lease in [&first, &third] {
+        assert!(lease.table().0.windows(2).all(|two| two[1].0 % 2 != two[0].0 % 2), "{:?}", lease.table());
+    }
+    drop((first, third));
     all_free(&engine);
 }
 
