@@ -153,6 +153,16 @@ fn the_longest_prompts_are_the_recorded_ones() {
     sweep(1);
 }
 
+#[test]
+fn the_longest_prompts_over_two_shard_ranks_are_the_recorded_ones() {
+    sweep(2);
+}
+
+#[test]
+fn the_longest_prompts_over_four_shard_ranks_are_the_recorded_ones() {
+    sweep(4);
+}
+
 /// What SGLang's scheduler takes in one go, this one does.
 fn together(shard_ranks: u64) {
     let (model, mut several) = (model(), 0);
@@ -179,5 +189,7 @@ fn together(shard_ranks: u64) {
 
 #[test]
 fn as_many_prompts_are_let_in_together_as_recorded() {
-    together(1);
+    for shard_ranks in [1, 2, 4] {
+        together(shard_ranks);
+    }
 }
