@@ -6,9 +6,10 @@ use std::{
     thread::{self, JoinHandle},
 };
 
-use kvferry_arena::Arena;
+use kvferry_arena::{Arena, Memory};
 use kvferry_plan::{
-    CacheShape, Capacity, Cast, Descriptor, Dtype, Hold, LayoutSpec, Need, PROTOCOL, Placement, RoomKey,
+    CacheShape, Capacity, Cast, Descriptor, Dtype, Hold, LayoutSpec, Need, PROTOCOL, Placement, PoolLayout,
+    RoomKey,
 };
 
 use crate::{
@@ -334,6 +335,11 @@ impl Engine {
     #[must_use]
     pub fn arenas(&self) -> &[Arc<Arena>] {
         &self.arenas
+    }
+
+    /// How the pools are laid out, by rank.
+    pub fn pools(&self) -> impl Iterator<Item = &PoolLayout> {
+        self.arenas.iter().map(|arena| arena.layout())
     }
 
     /// What a peer compares before it pairs with this instance. Whether rows are converted on their way is the node's

@@ -99,8 +99,8 @@ impl Capacity {
     /// When a request can be held while `free_pages` can be had: the whole prompt, and as much of the longest answer as
     /// there could ever be pages for. With all pages free the answer is never [`Fit::Later`].
     ///
-    /// With KV sharding `free_pages` counts as often as there are shard ranks what the rank with the fewest has: a
-    /// request's owners take turns, and whichever rank comes first, so many pages are enough.
+    /// With KV sharding the owners of a request's pages take turns, and `free_pages` are those that can be had so. As many
+    /// times what the rank with the fewest has as there are ranks can be had for certain, whichever rank is first.
     ///
     /// ```
     /// use kvferry_plan::{AdmissionPath, CacheShape, Capacity, Dtype, Fit, Hold, Need, Placement};
@@ -142,12 +142,7 @@ impl Capacity {
             // Tokens that the pool holds have pages: only a capacity that contradicts itself comes here.
             return Fit::Never(self.pool_limit(hold, prompt_tokens));
         };
-        let fullest = pages.div_ceil(self.shard_ranks());
-        if fullest <= free_pages / self.shard_ranks() {
-            Fit::Now { pages, max_tokens }
-        } else {
-            Fit::Later { pages, max_tokens }
-        }
+        if pages <= free_pages { Fit::Now { pages, max_tokens } } else { Fit::Later { pages, max_tokens } }
     }
 
     /// Longest prompt that can be held so, in tokens.
@@ -162,13 +157,21 @@ impl Capacity {
         tokens_for(&self.parts, self.whole_pages())
     }
 
+    /// Tokens of a page; under DCP of a virtual one.
+    #[must_use]
+    pub fn page_tokens(&self) -> u64 {
+        Margin::of(&self.parts).page
+    }
+
     /// By which rule a request's prompt is let in here.
     #[must_use]
     pub fn path(&self, ignore_eos: bool) -> AdmissionPath {
         if ignore_eos && !self.prefix_cache { AdmissionPath::IgnoreEos } else { AdmissionPath::Normal }
     }
 
-    fn shard_ranks(&self) -> u32 {
+    /// Ranks over which logical pages are dealt; 1 without KV sharding.
+    #[must_use]
+    pub fn shard_ranks(&self) -> u32 {
         placement::shard_ranks(&self.parts)
     }
 
@@ -339,6 +342,13 @@ impl Placement {
     #[must_use]
     pub fn pages_for(&self, tokens: u64) -> Option<u32> {
         pages_for(&self.parts, tokens)
+    }
+
+    /// Pages of a pool that holds so many tokens: with KV sharding as many on every shard rank. `None` when the number
+    /// overflows.
+    #[must_use]
+    pub fn pool_pages(&self, tokens: u64) -> Option<u32> {
+        self.pages_for(tokens)?.checked_next_multiple_of(self.shard_ranks())
     }
 
     /// Tokens that `pages` pages hold for certain: the inverse of [`Placement::pages_for`].

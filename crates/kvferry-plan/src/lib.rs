@@ -25,6 +25,7 @@ mod coverage;
 mod descriptor;
 mod digest;
 mod flat;
+mod footprint;
 mod holding;
 mod ids;
 mod moves;
@@ -51,6 +52,7 @@ pub use coverage::{Accepted, Coverage, CoverageError};
 pub use descriptor::{Descriptor, Mismatch, PROTOCOL};
 pub use digest::{PartDigest, UnitHasher, UnitId};
 pub use flat::{Flat, RowRun, coalesce};
+pub use footprint::{Footprint, LongestPrompt, PartBytes, RankFootprint};
 pub use ids::{
     Attempt, Blame, Bytes, Generation, HeadId, Incarnation, InstanceId, LayerId, PageId, RankId, RoomId,
     RoomKey, Row, SlotId, Token, TokenRange,

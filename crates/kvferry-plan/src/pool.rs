@@ -133,6 +133,12 @@ impl PoolLayout {
         self.slots
     }
 
+    /// Bytes of the generation words.
+    #[must_use]
+    pub fn generation_bytes(&self) -> Bytes {
+        Bytes((u64::from(self.pages) + u64::from(self.slots)) * 8)
+    }
+
     /// Bytes of the arena.
     #[must_use]
     pub fn len(&self) -> Bytes {

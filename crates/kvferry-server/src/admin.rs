@@ -11,8 +11,11 @@ use axum::{
     http::{Method, StatusCode, Uri, header},
     response::{IntoResponse, Response},
 };
-use kvferry_engine::EngineStats;
-use kvferry_plan::{Attempt, Blame, Incarnation, InstanceId, RankId, RoomId, RoomKey};
+use kvferry_engine::{Engine, EngineStats};
+use kvferry_plan::{
+    AdmissionPath, Attempt, Blame, Bytes, Footprint, Incarnation, InstanceId, LongestPrompt, RankId, RoomId,
+    RoomKey,
+};
 use kvferry_registry::{Role, State as Registered};
 use serde::{Deserialize, Serialize};
 
@@ -72,6 +75,39 @@ impl Compute {
     }
 }
 
+/// What an instance can hold, and what that takes.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct CapacityReply {
+    /// Its name.
+    pub instance: InstanceId,
+    /// Longest sequence that it serves, in tokens of prompt and answer together.
+    pub max_model_len: u64,
+    /// Whether it has a prefix cache; only without one `ignore_eos` has a limit of its own.
+    pub prefix_cache: bool,
+    /// Memory of each rank, beside its pool, in which it puts the rows of all shard ranks together; 0 without KV sharding.
+    pub scratch_bytes: Bytes,
+    /// Its pools.
+    #[serde(flatten)]
+    pub footprint: Footprint,
+}
+
+impl CapacityReply {
+    pub(crate) fn of(instance: &InstanceId, engine: &Engine, longest_prompt: LongestPrompt) -> Self {
+        let capacity = engine.capacity();
+        Self {
+            instance: instance.clone(),
+            max_model_len: capacity.max_model_len,
+            prefix_cache: capacity.prefix_cache,
+            scratch_bytes: Bytes(engine.stats().scratch_bytes),
+            footprint: Footprint::new(capacity, longest_prompt, engine.pools()),
+        }
+    }
+}
+
+pub(crate) async fn capacity(State(shared): State<Arc<Shared>>) -> Json<CapacityReply> {
+    Json(CapacityReply::of(&shared.instance, &shared.engine, shared.longest_prompt()))
+}
+
 pub(crate) async fn ready(State(shared): State<Arc<Shared>>) -> Ready {
     shared.ready().into()
 }
@@ -94,7 +130,7 @@ pub(crate) async fn health(State(shared): State<Arc<Shared>>) -> Json<Health> {
         reason: state.err(),
         model: shared.engine.model().name().to_owned(),
         ranks: shared.engine.placement().ranks(),
-        longest_prompt: shared.longest_prompt(),
+        longest_prompt: shared.longest_prompt().on(AdmissionPath::Normal),
         compute: Compute::of(&shared.engine.stats()),
     })
 }
@@ -126,7 +162,7 @@ pub(crate) async fn ledger(State(shared): State<Arc<Shared>>) -> Json<Ledger> {
 /// A path that this instance does not have.
 pub(crate) async fn nowhere(State(shared): State<Arc<Shared>>, uri: Uri) -> Response {
     let cause = format!(
-        "{} is a {} instance and has no {}; it serves /health, /ready, /metrics, /debug/ledger, /debug/kv/{{room}} and /internal/{}",
+        "{} is a {} instance and has no {}; it serves /health, /ready, /metrics, /capacity, /debug/ledger, /debug/kv/{{room}} and /internal/{}",
         shared.instance,
         shared.role,
         uri.path(),

@@ -8,8 +8,8 @@ use reqwest::Response;
 use serde::{Serialize, de::DeserializeOwned};
 
 use crate::{
-    DecodeRecord, DecodeRequest, Health, KvDump, PrefillReply, PrefillRequest, Problem, Stage, TraceContext,
-    api::Reach,
+    CapacityReply, DecodeRecord, DecodeRequest, Health, KvDump, PrefillReply, PrefillRequest, Problem, Stage,
+    TraceContext, api::Reach,
 };
 
 /// Longest line of a decode stream.
@@ -56,6 +56,14 @@ impl InstanceClient {
     /// As [`Self::health`].
     pub async fn ledger(&self) -> Result<serde_json::Value, Problem> {
         self.json(self.http.get(format!("{}/debug/ledger", self.url))).await
+    }
+
+    /// What it can hold, and what that takes.
+    ///
+    /// # Errors
+    /// As [`Self::health`].
+    pub async fn capacity(&self) -> Result<CapacityReply, Problem> {
+        self.json(self.http.get(format!("{}/capacity", self.url))).await
     }
 
     /// Has a prompt computed and handed over; answers when the room has ended. Dropping the future ends the room.

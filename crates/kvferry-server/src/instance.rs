@@ -17,7 +17,7 @@ use axum::{
 };
 use kvferry_engine::{Engine, EngineConfig, HandOff, Model, RoomLease};
 use kvferry_node::{Node, NodeConfig, Observer, SourceFault};
-use kvferry_plan::{AdmissionPath, Blame, Bytes, Descriptor, Hold, Incarnation, InstanceId, RoomKey};
+use kvferry_plan::{Blame, Bytes, Descriptor, Incarnation, InstanceId, LongestPrompt, RoomKey};
 use kvferry_registry::{Client, Guarded, Member, Registration, Role, State, bind_loopback};
 use kvferry_transport::{Inject, TransportKind};
 use tokio::net::TcpListener;
@@ -107,13 +107,12 @@ impl Shared {
         Err(Problem::new(Blame::Environment, Stage::Admission, cause))
     }
 
-    /// Longest prompt that is served, in tokens.
-    pub(crate) fn longest_prompt(&self) -> u64 {
-        let hold = match self.role {
-            Role::Decode => Hold::Continue,
-            _ => Hold::Prompt(AdmissionPath::Normal),
-        };
-        self.engine.capacity().longest(hold)
+    /// Longest prompt that is served.
+    pub(crate) fn longest_prompt(&self) -> LongestPrompt {
+        match self.role {
+            Role::Decode => LongestPrompt::decode(self.engine.capacity()),
+            _ => LongestPrompt::prefill(self.engine.capacity()),
+        }
     }
 
     /// Comes true when a request has waited for pages for as long as it may.
@@ -340,6 +339,7 @@ fn routes(shared: Arc<Shared>) -> Router {
         .route("/health", get(admin::health))
         .route("/ready", get(admin::ready))
         .route("/metrics", get(admin::metrics))
+        .route("/capacity", get(admin::capacity))
         .route("/debug/ledger", get(admin::ledger))
         .route("/debug/kv/{room}", get(admin::kv).delete(admin::release));
     match shared.role {

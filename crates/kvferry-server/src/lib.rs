@@ -6,6 +6,7 @@
 //! | `GET /health` | all | [`Health`] |
 //! | `GET /ready` | all | 200 when work would be done now, else 503 and the reason |
 //! | `GET /metrics` | all | Prometheus text; `docs/metrics.md` describes it |
+//! | `GET /capacity` | prefill, decode, mono | [`CapacityReply`]: which prompts are let in, and what the pool takes on each rank |
 //! | `GET /debug/ledger` | all | what the process holds: pages, rooms, links, sockets, descriptors, threads |
 //! | `GET /debug/kv/{room}?attempt=A&rank=R` | prefill, decode | [`KvDump`]: the prompt's cache on one rank, by coordinate |
 //! | `DELETE /debug/kv/{room}?attempt=A` | prefill, decode | 204; releases a room that was held for such reading |
@@ -43,7 +44,7 @@ mod registry;
 mod router;
 mod telemetry;
 
-pub use admin::{Compute, Health};
+pub use admin::{CapacityReply, Compute, Health};
 pub use api::{
     Chosen, DecodeDone, DecodeRecord, DecodeRequest, PrefillReply, PrefillRequest, Problem, SamplingSpec,
     Stage, Transfer,

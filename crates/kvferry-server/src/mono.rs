@@ -14,14 +14,14 @@ use futures_util::future::BoxFuture;
 use kvferry_engine::{
     Engine, EngineConfig, EngineStats, Event, Events, Model, NoHandOff, Request, StopReason, Voice,
 };
-use kvferry_plan::{Attempt, Blame, InstanceId, RoomKey};
+use kvferry_plan::{Attempt, Blame, InstanceId, LongestPrompt, RoomKey};
 use kvferry_registry::bind_loopback;
 use serde::Serialize;
 use tokio::net::TcpListener;
 use tokio_util::sync::CancellationToken;
 
 use crate::{
-    Chosen, Compute, Problem, ServerError, Stage, TraceSink,
+    CapacityReply, Chosen, Compute, Problem, ServerError, Stage, TraceSink,
     backend::{Answer, Backend, Extent, Finish, Job, Piece},
     openai::Api,
     pair::mint_room,
@@ -118,6 +118,7 @@ impl Mono {
             .route("/health", get(health))
             .route("/ready", get(ready))
             .route("/metrics", get(metrics))
+            .route("/capacity", get(capacity))
             .route("/debug/ledger", get(ledger))
             .with_state(Arc::new(admin));
         let app = self.api.app(admin);
@@ -261,6 +262,11 @@ impl Alone {
 
 async fn ready(State(admin): State<Arc<Admin>>) -> Ready {
     admin.alone.state().into()
+}
+
+async fn capacity(State(admin): State<Arc<Admin>>) -> Json<CapacityReply> {
+    let Alone { instance, engine, .. } = &*admin.alone;
+    Json(CapacityReply::of(instance, engine, LongestPrompt::decode(engine.capacity())))
 }
 
 async fn metrics(State(admin): State<Arc<Admin>>) -> Response {

@@ -19,7 +19,7 @@ use crate::{
 };
 
 /// Pool of an instance that was not told how large it should be.
-const POOL_TOKENS: u64 = 8192;
+pub(crate) const POOL_TOKENS: u64 = 8192;
 
 const AFTER_HELP: &str = "\
 Exit status:

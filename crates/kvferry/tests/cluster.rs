@@ -12,7 +12,7 @@ use std::{
 
 use common::{Server, command, wait_until};
 use kvferry::{
-    plan::{Attempt, Blame, InstanceId, RankId, RoomId, RoomKey},
+    plan::{AdmissionPath, Attempt, Blame, InstanceId, LongestPrompt, RankId, RoomId, RoomKey},
     server::{
         Chosen, DecodeDone, DecodeRecord, DecodeRequest, InstanceClient, InstancePair, Leg, PairEvent,
         PrefillReply, PrefillRequest, Problem, SamplingSpec, Stage,
@@ -445,6 +445,44 @@ fn a_held_room_can_be_read_and_released_once() {
 }
 
 #[test]
+fn instances_say_what_they_can_hold_and_what_it_takes() {
+    let pool = ["--pool-tokens", "1000", "--max-model-len", "900"];
+    let cluster = Cluster::start(&[&pool[..], &["--layout", "tp=2,page=16"]].concat(), &pool);
+    let [prefill, decode] = [&cluster.prefill, &cluster.decode]
+        .map(|server| cluster.runtime.block_on(client(server).capacity()).unwrap());
+    let longest = |normal, ignore_eos| LongestPrompt::Prefill { normal, ignore_eos };
+    assert_eq!(prefill.footprint.longest_prompt, longest(899, 899));
+    assert_eq!(decode.footprint.longest_prompt, LongestPrompt::Decode { answered: 899 });
+    let pool = prefill.footprint;
+    assert_eq!((pool.pool_tokens, pool.page_tokens, pool.pages, pool.shard_ranks), (1008, 16, 63, 1));
+    assert!(pool.ranks.iter().map(|rank| rank.rank).eq([0, 1].map(RankId)));
+    for rank in &pool.ranks {
+        let parts = rank.parts.iter().map(|held| held.bytes.0).sum::<u64>();
+        assert!(rank.total_bytes.0 >= parts + rank.generation_bytes.0, "{rank:?}");
+        assert_eq!((rank.pages, rank.generation_bytes.0), (63, 63 * 8));
+    }
+    // Each of the two ranks has half of what one has.
+    for (half, whole) in pool.ranks[1].parts.iter().zip(&decode.footprint.ranks[0].parts) {
+        assert_eq!((half.part, 2 * half.bytes.0), (whole.part, whole.bytes.0));
+    }
+    assert_eq!(prefill.scratch_bytes.0, 0);
+    // And so it is with pages that are dealt, of rows that both had: 63 pages and one, so that there are as many on both.
+    let sharded = ["--layout", "tp=2,shard=on,page=16", "--pool-tokens", "1000", "--max-model-len", "2000"];
+    let server = instance_of(
+        "embedded:kimi_linear_tiny",
+        &cluster.registry,
+        "prefill",
+        &[&sharded[..], &["--instance", "sharded"]].concat(),
+    );
+    let told = cluster.runtime.block_on(client(&server).capacity()).unwrap();
+    let pool = told.footprint;
+    assert_eq!((pool.pool_tokens, pool.pages, pool.shard_ranks), (1024, 64, 2));
+    assert_eq!(pool.longest_prompt, longest(1024 - 32 - 2, 1024 - 32 - 16));
+    assert!(pool.ranks.iter().all(|rank| rank.pages == 32 && told.scratch_bytes.0 > 0));
+    wait_until("quiet", || cluster.is_quiet());
+}
+
+#[test]
 fn what_prefill_can_never_hold_decode_refuses_before_it_takes_a_page() {
     // 3 pages of 16: with `ignore_eos` and no prefix cache, what is left beside a page and 3 tokens is one whole page.
     for (more, limit) in [(&[][..], 30), (&["--no-prefix-cache"], 16)] {
@@ -462,6 +500,10 @@ fn what_prefill_can_never_hold_decode_refuses_before_it_takes_a_page() {
             }
         }
         assert!(told[0].cause.starts_with("prefill instance "), "{}", told[0]);
+        // As it says itself.
+        let told = cluster.runtime.block_on(client(&cluster.prefill).capacity()).unwrap();
+        let path = if told.prefix_cache { AdmissionPath::Normal } else { AdmissionPath::IgnoreEos };
+        assert_eq!(told.footprint.longest_prompt.on(path), limit as u64);
         assert!(cluster.held().iter().all(|ledger| ledger["engine"]["pages_held"] == 0));
         // Whoever comes after it, as long as may be.
         assert_eq!(cluster.run(2, &vec![7; limit]).unwrap().0.len(), 4);

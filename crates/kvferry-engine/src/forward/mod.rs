@@ -125,10 +125,7 @@ impl Forward {
                     .into(),
             ));
         }
-        // Every shard rank has as many.
-        let whole = |pages: u32| pages.checked_next_multiple_of(placement.shard_ranks());
-        let pages = placement.pages_for(config.pool_tokens).filter(|pages| *pages > 0).and_then(whole);
-        let pages = pages.ok_or_else(|| {
+        let pages = placement.pool_pages(config.pool_tokens).filter(|pages| *pages > 0).ok_or_else(|| {
             EngineError::Config(format!(
                 "pool-tokens={}: a pool holds at least 1 token and less than 2^32 pages",
                 config.pool_tokens

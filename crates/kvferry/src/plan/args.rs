@@ -3,6 +3,9 @@
 use std::path::PathBuf;
 
 use clap::Args;
+use kvferry_engine::EngineConfig;
+
+use crate::args::POOL_TOKENS;
 
 pub(super) const EXAMPLES: &str = "\
 Examples:
@@ -11,7 +14,10 @@ Examples:
       --model-shape mla:61x576xbf16 --tokens 32768 --page 64
   The same to a decode side that keeps fp8, which prefill converts to:
     kvferry plan --prefill tp=4 --decode tp=4,dcp=4,kv=fp8 --convert-kv \\
-      --model-shape mla:61x576xbf16 --tokens 32768 --page 64";
+      --model-shape mla:61x576xbf16 --tokens 32768 --page 64
+  Which prompts pools of 128K tokens let in, and their memory per rank:
+    kvferry plan --capacity --prefill tp=4,shard=on --decode tp=4,dcp=4 \\
+      --model-shape mla:61x576xbf16 --pool-tokens 131072 --page 64";
 
 #[derive(Args, Clone, Debug)]
 #[command(after_help = EXAMPLES)]
@@ -43,6 +49,16 @@ pub(crate) struct PlanArgs {
     /// Page ids in no order, as in a pool that has been in use for a while, instead of 0, 1, 2, ...
     #[arg(long, help_heading = "Request")]
     pub(crate) scattered: bool,
+    /// Say which prompts pools of a size let in, and what they take on each rank, instead of what crosses
+    #[arg(long, conflicts_with_all = ["tokens", "convert_kv", "scattered", "rows", "svg"])]
+    pub(crate) capacity: bool,
+    /// With --capacity: tokens that the pool of each side holds
+    #[arg(long, value_name = "TOKENS", default_value_t = POOL_TOKENS, requires = "capacity")]
+    pub(crate) pool_tokens: u64,
+    /// With --capacity: states that the pool of each side holds, of a shape with state per request
+    #[arg(long, value_name = "STATES", default_value_t = EngineConfig::default().state_slots,
+          value_parser = clap::value_parser!(u32).range(1..), requires = "capacity")]
+    pub(crate) state_slots: u32,
     /// Print one JSON object, with all runs
     #[arg(long)]
     pub(crate) json: bool,

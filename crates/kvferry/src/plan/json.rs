@@ -132,7 +132,7 @@ fn blank(request: &Request, supported: bool) -> Document<'_> {
     }
 }
 
-fn print(document: &Document<'_>) -> Result<String, Failure> {
+pub(super) fn print(document: &impl Serialize) -> Result<String, Failure> {
     let text = serde_json::to_string(document).map_err(|e| Failure::new(Blame::Us, e))?;
     Ok(text + "\n")
 }

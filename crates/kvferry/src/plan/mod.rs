@@ -4,6 +4,7 @@
 
 mod answer;
 mod args;
+mod capacity;
 mod json;
 mod request;
 mod shape;
@@ -12,7 +13,7 @@ mod text;
 
 use std::process::ExitCode;
 
-use kvferry_plan::Blame;
+use kvferry_plan::{Blame, Unsupported};
 
 use crate::failure::Failure;
 use crate::terminal;
@@ -38,16 +39,16 @@ pub(crate) fn run(args: &PlanArgs) -> Result<ExitCode, Failure> {
 
 fn answer(args: &PlanArgs) -> Result<Said, Failure> {
     let request = Request::read(args)?;
+    if args.capacity {
+        return match capacity::Answer::to(&request, args) {
+            Ok(answer) if args.json => Ok(Said { text: answer.json(&request)?, supported: true }),
+            Ok(answer) => Ok(Said { text: answer.text(&request, args), supported: true }),
+            Err(refusal) => refused(args, &request, &refusal),
+        };
+    }
     let answer = match Answer::to(&request) {
         Ok(answer) => answer,
-        Err(refusal) if refusal.blame() == Blame::Caller => return Err(Failure::caller(refusal)),
-        Err(refusal) => {
-            let text = match args.json {
-                true => json::refusal(&request, &refusal)?,
-                false => text::refusal(&request, &refusal),
-            };
-            return Ok(Said { text, supported: false });
-        }
+        Err(refusal) => return refused(args, &request, &refusal),
     };
     if args.rows && answer.rows() > MAX_ROWS {
         return Err(Failure::caller(format_args!(
@@ -68,6 +69,17 @@ fn answer(args: &PlanArgs) -> Result<Said, Failure> {
         false => text::answer(&request, &answer, args.rows),
     };
     Ok(Said { text, supported: true })
+}
+
+fn refused(args: &PlanArgs, request: &Request, refusal: &Unsupported) -> Result<Said, Failure> {
+    if refusal.blame() == Blame::Caller {
+        return Err(Failure::caller(refusal));
+    }
+    let text = match args.json {
+        true => json::refusal(request, refusal)?,
+        false => text::refusal(request, refusal),
+    };
+    Ok(Said { text, supported: false })
 }
 
 #[cfg(test)]

@@ -73,6 +73,35 @@ fn answers_for_programs() {
 }
 
 #[test]
+fn capacity_of_pools() {
+    let sharded =
+        "--capacity --prefill tp=4,shard=on --decode tp=4,dcp=4 --model-shape mla:61x576xbf16 --page 64";
+    insta::assert_snapshot!("capacity", ask(&format!("{sharded} --pool-tokens 131072")));
+    insta::assert_snapshot!(
+        "capacity_hybrid",
+        ask("--capacity --prefill tp=2,pp=2 --decode tp=3,kv=fp8 --pool-tokens 1000 --state-slots 8 \
+             --model-shape mla:2x576@3/7+kda:6x32x128@0-2/4-6")
+    );
+    insta::assert_snapshot!(
+        "json_capacity",
+        ask("--capacity --prefill tp=2,shard=on --model-shape mla:2x8xf32 --pool-tokens 100 --json")
+    );
+    for (line, exit, says) in [
+        ("--prefill tp=2,shard=on --model-shape gqa:2x2x8", 1, "prefill: shard=on needs latent rows (MLA)"),
+        ("--model-shape mla:2x8 --pool-tokens 0", 2, "--pool-tokens 0: a pool holds at least 1 token"),
+        ("--model-shape mla:2x8 --pool-tokens 18446744073709551615 --page 1", 2, "less than 2^32 pages"),
+        (
+            "--model-shape mla:61x65536xf32 --pool-tokens 140737488355328 --page 65536",
+            2,
+            "larger than an address space",
+        ),
+    ] {
+        let said = ask(&format!("--capacity {line}"));
+        assert!(said.starts_with(&format!("exit {exit}\n")) && said.contains(says), "{line}: {said}");
+    }
+}
+
+#[test]
 fn refusals_and_mistakes_have_their_exit_status() {
     for (line, exit, says) in [
         ("--decode cp=2 --model-shape mla:1x8", 1, "context parallel: the target has cp 2; 1 is supported"),
@@ -209,7 +238,7 @@ fn examples_of_the_help() {
     let examples = args::EXAMPLES.replace("\\\n", "");
     let lines: Vec<_> =
         examples.lines().filter_map(|line| line.trim().strip_prefix("kvferry plan ")).collect();
-    assert_eq!(lines.len(), 2);
+    assert_eq!(lines.len(), 3);
     for line in lines {
         let said = ask(line);
         assert!(said.starts_with("exit 0\n"), "{line}: {said}");

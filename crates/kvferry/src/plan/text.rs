@@ -56,13 +56,18 @@ pub(super) fn answer(request: &Request, answer: &Answer, rows: bool) -> String {
 fn question(request: &Request, verdict: &str) -> String {
     let Request { model, prefill, decode, tokens, .. } = request;
     let (prefill, decode, count) = (&prefill.label, &decode.label, number(tokens.len()));
-    let kv = match (request.prefill.kv(), request.decode.kv()) {
+    let kv = kv(request);
+    let question = format!("{verdict}: {prefill} → {decode}, {count} tokens ({tokens}) of {model}{kv}");
+    terminal::wrapped(&question, 2) + "\n"
+}
+
+/// Element types, if what grows with tokens has one on each side.
+pub(super) fn kv(request: &Request) -> String {
+    match (request.prefill.kv(), request.decode.kv()) {
         (Some(from), Some(to)) if from == to => format!(" in {from}"),
         (Some(from), Some(to)) => format!(" in {from} → {to}"),
         _ => String::new(),
-    };
-    let question = format!("{verdict}: {prefill} → {decode}, {count} tokens ({tokens}) of {model}{kv}");
-    terminal::wrapped(&question, 2) + "\n"
+    }
 }
 
 fn line(src: String, dst: String, cost: Cost) -> [String; 6] {
