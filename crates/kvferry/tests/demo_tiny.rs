@@ -264,6 +264,31 @@ fn without_digests_the_comparison_finds_injected_faults() {
     }
 }
 
+/// A sharded prefill. After a prompt of one page the next one counts its pages from the other rank, so a rank's pages are
+/// not where the other has its own; and it has as many pages on each rank, so nothing but their bytes gives them away.
+#[test]
+fn pages_that_a_rank_does_not_own_are_found_with_and_without_digests() {
+    let folder = tempfile::tempdir().unwrap();
+    let files = [(16, 1), (64, 2)].map(|(count, seed)| ids_file(folder.path(), count, 500, seed));
+    let prompts = files.each_ref().map(|file| ["--prompt-tokens", file.to_str().unwrap()]).concat();
+    let layout = ["--attention", "mla", "--prefill", "tp=2,shard=on", "--decode", "tp=4,dcp=4"];
+    for (fault, transport) in [("wrong-owner", "tcp"), ("filter-by-position", "shm")] {
+        for (more, kind, found) in [
+            (&[][..], "hand_off", "digest of part latent from source rank"),
+            (&["--no-digest"], "cache", "coordinates; first: decode rank"),
+        ] {
+            let asked = ["--inject", fault, "--transport", transport];
+            let run = demo(&[&layout, &prompts, &asked, more]);
+            assert_eq!(run.code, Some(1), "{}", run.all());
+            let report = run.json();
+            let finding = &report["findings"][1];
+            let text = finding["text"].as_str().unwrap();
+            assert!(text.contains(found), "{fault}: {text}");
+            assert_eq!(finding["kind"], kind, "{fault}: {text}");
+        }
+    }
+}
+
 /// It needs ranks that hold different rows.
 #[test]
 fn one_row_at_the_wrong_rank_is_found_with_and_without_digests() {
@@ -287,6 +312,9 @@ fn a_fault_that_changes_nothing_is_not_called_proven() {
         ("blind-merge", &[], "dcp=2"),
         ("blind-merge", &[&MLA_DCP4[..], &["--max-tokens", "1"]].concat(), "more than one --max-tokens"),
         ("drop-rope", &[], "--attention mla"),
+        ("wrong-owner", &[], "shard=on"),
+        ("filter-by-position", &[], "shard=on"),
+        ("drop-empty-final", &[], "shard=on"),
     ] {
         let more = ["--inject", fault, "--max-tokens", "2"];
         let more = if layout.contains(&"--max-tokens") { &more[..2] } else { &more[..] };

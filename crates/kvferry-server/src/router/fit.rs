@@ -114,3 +114,24 @@ fn cost(pair: &Pair) -> Cost {
         .fold(0, |sum: u64, (src, dst)| sum.saturating_add(plan(src, dst)));
     Cost { bytes, copies }
 }
+
+#[cfg(test)]
+mod tests {
+    use kvferry_plan::{CacheShape, Dtype, LayoutSpec};
+
+    use super::*;
+
+    /// Dealing pages to ranks changes who sends them, not what crosses.
+    #[test]
+    fn a_sharded_prefill_costs_what_a_whole_one_does() {
+        let shape = CacheShape::mla(3, 96);
+        let of = |prefill: &str| {
+            let side =
+                |spec: &str| spec.parse::<LayoutSpec>().unwrap().placement(&shape, Dtype::Bf16).unwrap();
+            cost(&Pair::new(shape.clone(), side(prefill), side("tp=4,dcp=4,page=16")).unwrap())
+        };
+        let whole = of("tp=4,page=16");
+        assert_eq!((whole.bytes, of("tp=4,shard=on,page=16")), (3 * 96 * 2 * TOKENS, whole));
+        assert_eq!(of("cp=2,tp=2,shard=on,page=16"), whole);
+    }
+}

@@ -77,16 +77,16 @@ impl Finding {
                 "no answer has changed; use a model with latent rows or --attention mla, and more than one --max-tokens"
             }
             InjectArg::WrongOwner => {
-                "prefill's pages are not sharded, or the prompt has too few of them; use --prefill with shard=on, and a \
-                 longer prompt"
+                "prefill's pages are not sharded, or each rank has as many under the same numbers, as in an unused pool; use \
+                 --prefill with shard=on, and a prompt of one page before"
             }
             InjectArg::FilterByPosition => {
                 "prefill's pages are not sharded, or the first one is shard rank 0's: then position and owner are the \
-                 same; use --prefill with shard=on, and other prompts before"
+                 same; use --prefill with shard=on, and a prompt of one page before"
             }
             InjectArg::DropEmptyFinal => {
-                "every prefill rank sent something of the last chunk; use --prefill with shard=on, and a prompt or a \
-                 --chunk of fewer pages than ranks"
+                "every prefill rank sent something of the last chunk; use a model without state, --prefill with shard=on, \
+                 and a prompt of fewer pages than ranks"
             }
             InjectArg::DropRow | InjectArg::FlipByte | InjectArg::SkipSend => {
                 "no byte that landed would have been changed by it"
