@@ -267,12 +267,6 @@ mod tests {
         );
         let bytes = frame(&Header { leg: LegId { rotation: Rotation(3), ..leg }, body: Body::End(11) }, 0);
         let hex: String = bytes.iter().map(|b| format!("{b:02x}")).collect();
-        assert_eq!(
-            hex,
-            format!(
-                "2b00000000000000a200a600{key}010202030304{}",
-                "04a20005010605030182018 10b".replace(' ', "")
-            )
-        );
+        assert_eq!(hex, format!("2c00000000000000a200a600{key}010202030304{}", "04a2000501060503018201810b"));
     }
 }
