@@ -91,10 +91,10 @@ impl Prefill {
         }
     }
 
-    /// Computes a short prompt to its end.
-    fn serves(&mut self) {
+    /// Computes a prompt to its end.
+    fn serves(&mut self, request: Request) {
         self.next += 1;
-        let lease = self.engine.prefill(key(self.next), request(2, false, 1)).unwrap().wait().unwrap();
+        let lease = self.engine.prefill(key(self.next), request).unwrap().wait().unwrap();
         // Very short ones before it may have come to their end too.
         while self.finished.recv_timeout(PATIENCE).unwrap() != lease.key() {}
     }
@@ -132,7 +132,7 @@ fn sweep(shard_ranks: u64) {
                 assert_eq!(prefill.lets_in(limit, ignore_eos), Some(pages), "{column}: {row}");
                 assert_eq!(prefill.lets_in(limit + 1, ignore_eos), None, "{column}: {row}");
                 // Whoever is refused does not stand in the way.
-                prefill.serves();
+                prefill.serves(request(2, false, 1));
                 assert_eq!(prefill.lets_in(limit, ignore_eos), Some(pages), "{column}, once more: {row}");
                 // No length between the two: what is not refused is let in.
                 let lengths = if pool <= 80 { 1..pool + 2 } else { limit - 2..limit + 3 };
@@ -191,5 +191,32 @@ fn together(shard_ranks: u64) {
 fn as_many_prompts_are_let_in_together_as_recorded() {
     for shard_ranks in [1, 2, 4] {
         together(shard_ranks);
+    }
+}
+
+/// What earlier prompts left lies unevenly, and the longest prompt begins on an owner that it cannot choose.
+#[test]
+fn the_longest_prompt_goes_on_from_what_an_earlier_one_left() {
+    let model = model();
+    for shard_ranks in [1, 2, 4] {
+        let pool = shard_ranks * 256;
+        let mut prefill = Prefill::start(&model, &layout(shard_ranks, 16), pool, true);
+        let limit = pool - shard_ranks * 16 - 2;
+        let mut rotations = Vec::new();
+        for kind in 0..6 {
+            let tokens = 40 + 16 * u64::from(kind);
+            prefill.serves(request(tokens, false, kind));
+            let granted = prefill.engine.prefill(key(0), request(limit, false, kind)).unwrap();
+            let lease = granted.wait().unwrap();
+            assert_eq!(lease.cached(), tokens / 16 * 16);
+            let pages = lease.table().0.iter().map(|page| u64::from(page.0));
+            assert_eq!(pages.len() as u64, limit.div_ceil(16));
+            let owners: Vec<u64> = pages.map(|page| page % shard_ranks).collect();
+            assert!((0..).zip(&owners).all(|(k, owner)| *owner == (owners[0] + k) % shard_ranks));
+            rotations.push(owners[0]);
+        }
+        rotations.sort_unstable();
+        rotations.dedup();
+        assert!(shard_ranks == 1 || rotations.len() > 1, "all begin on one owner");
     }
 }

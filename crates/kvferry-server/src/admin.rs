@@ -44,7 +44,7 @@ pub struct Health {
     pub model: String,
     /// Its ranks.
     pub ranks: u32,
-    /// Longest prompt that it serves, in tokens.
+    /// Longest prompt that it serves, in tokens; [`CapacityReply`] has the limits of both paths.
     pub longest_prompt: u64,
     /// How it has computed so far.
     #[serde(default)]

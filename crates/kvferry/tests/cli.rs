@@ -207,6 +207,7 @@ fn numbers_and_files_that_cannot_be() {
         &["--prefill", "layers=0-1/3"],
         &["--decode", "tp=1,kv=bf16"],
         &["--pool-tokens", "1"],
+        &["--pool-tokens", "50", "--max-tokens", "1"],
     ];
     let mut all: Vec<String> = cases.iter().map(|more| said(&[&tiny, *more].concat())).collect();
     for model in
