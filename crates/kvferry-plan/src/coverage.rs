@@ -70,6 +70,7 @@ fn prove_group(
 /// assert_eq!(coverage.accept(RankId(0), TokenRange::new(0, 64)), Ok(Accepted::Repeat));
 /// assert!(coverage.accept(RankId(1), TokenRange::new(64, 101)).is_err());
 /// assert!(coverage.covers(RankId(0)) && !coverage.complete());
+/// assert!(coverage.has(RankId(0), TokenRange::new(0, 64)) && !coverage.has(RankId(0), TokenRange::new(0, 32)));
 /// assert_eq!(coverage.gap(RankId(1)), Some(TokenRange::new(0, 100)));
 /// ```
 #[derive(Clone, Debug)]
@@ -211,6 +212,12 @@ impl Coverage {
         chunks.ends.insert(chunk.start.0, chunk.end.0);
         chunks.tokens = chunks.tokens.saturating_add(chunk.len());
         Ok(Accepted::New)
+    }
+
+    /// True when the rank announced this very chunk.
+    #[must_use]
+    pub fn has(&self, source: RankId, chunk: TokenRange) -> bool {
+        self.heard.get(&source).and_then(|chunks| chunks.ends.get(&chunk.start.0)) == Some(&chunk.end.0)
     }
 
     /// True when the rank announced every token.

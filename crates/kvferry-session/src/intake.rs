@@ -171,6 +171,12 @@ impl Intake {
                     leg.bytes()
                 ));
             }
+            // Offered chunks of a rank are disjoint: only then do bytes that add up say that none is missing.
+            if !self.offers.has(source, tokens) {
+                return Err(format!(
+                    "source rank {source} landed tokens {tokens}, which it did not offer so"
+                ));
+            }
             let sum = by_target.entry(target).or_default();
             *sum = sum.saturating_add(leg.bytes().0);
             copies = copies.saturating_add(leg.copies);

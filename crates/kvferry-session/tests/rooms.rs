@@ -182,7 +182,8 @@ fn what_does_not_fit_is_found_by_name() {
             vec![
                 land(0, leg(0, half)),
                 land(1, leg(1, ALL)),
-                say(offer(0, ALL, vec![])),
+                say(offer(0, half, vec![])),
+                say(offer(0, TokenRange::new(8, 16), vec![])),
                 say(offer(1, ALL, vec![])),
                 say(manifest(0, vec![leg(0, half)])),
                 say(manifest(1, vec![leg(1, ALL)])),
@@ -292,6 +293,22 @@ fn a_target_that_pulls_takes_only_pages_that_can_be() {
         assert_eq!(cause.kind, CauseKind::Protocol);
         assert!(cause.text.contains(text), "{cause}");
     }
+}
+
+/// Bytes that add up are not all bytes if some came twice: what lands are the chunks that were offered.
+#[test]
+fn chunks_that_overlap_do_not_make_up_for_one_that_is_missing() {
+    let mut room = target(Mover::Source, true);
+    let (most, again) = (TokenRange::new(0, 12), TokenRange::new(4, 8));
+    for source in [0, 1] {
+        room.message(&offer(source, ALL, vec![]), at(1));
+        let legs = if source == 0 { vec![leg(0, most), leg(0, again)] } else { vec![leg(1, ALL)] };
+        legs.iter().for_each(|leg| room.landed(RankId(source), Ok(leg.clone()), at(1)));
+        room.message(&manifest(source, legs), at(1));
+    }
+    let cause = told(&mut room);
+    assert_eq!(cause.kind, CauseKind::Corrupt);
+    assert_eq!(cause.text, "source rank 0 landed tokens 0..12, which it did not offer so");
 }
 
 #[test]
