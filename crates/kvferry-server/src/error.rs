@@ -104,7 +104,9 @@ impl Problem {
         }
     }
 
-    pub(crate) fn status(&self) -> StatusCode {
+    /// The HTTP status that it is answered with.
+    #[must_use]
+    pub fn status(&self) -> StatusCode {
         if let Some(status) = self.status {
             return status;
         }

@@ -549,6 +549,8 @@ pub(crate) enum SuiteArg {
     Matrix,
     /// Kimi Linear from TP4/EP4 to TP4/DCP4 at every edge of pages and chunks, many at once, and to several decodes
     KimiDcp,
+    /// Prefill whose ranks keep only their own pages (shard=on), and context parallel prefill, to every kind of decode
+    KvShard,
 }
 
 /// Roles of `serve`.

@@ -17,11 +17,14 @@ pub enum Embedded {
     LlamaTiny,
     /// Kimi Linear with random weights: 8 layers, 2 of them latent attention; 8 heads, 8 experts, vocabulary 512.
     KimiLinearTiny,
+    /// DeepSeek V3 with random weights: 4 layers of latent attention, 8 heads, 8 experts, vocabulary 512.
+    DeepseekV3Tiny,
 }
 
 impl Embedded {
     /// All of them.
-    pub const ALL: [Self; 3] = [Self::NeedleKimi, Self::LlamaTiny, Self::KimiLinearTiny];
+    pub const ALL: [Self; 4] =
+        [Self::NeedleKimi, Self::LlamaTiny, Self::KimiLinearTiny, Self::DeepseekV3Tiny];
 
     /// Its name.
     #[must_use]
@@ -30,6 +33,7 @@ impl Embedded {
             Self::NeedleKimi => "needle_kimi",
             Self::LlamaTiny => "llama_tiny",
             Self::KimiLinearTiny => "kimi_linear_tiny",
+            Self::DeepseekV3Tiny => "deepseek_v3_tiny",
         }
     }
 
@@ -56,10 +60,14 @@ impl Embedded {
                 include_bytes!("../../models/llama_tiny/config.json"),
                 include_bytes!("../../models/llama_tiny/model.safetensors"),
             ),
-            // Also what the tests compare with transformers.
+            // These two are also what the tests compare with transformers.
             Self::KimiLinearTiny => (
                 include_bytes!("../../tests/data/kimi_linear_tiny/config.json"),
                 include_bytes!("../../tests/data/kimi_linear_tiny/model.safetensors"),
+            ),
+            Self::DeepseekV3Tiny => (
+                include_bytes!("../../tests/data/deepseek_v3_tiny/config.json"),
+                include_bytes!("../../tests/data/deepseek_v3_tiny/model.safetensors"),
             ),
         };
         Checkpoint::from_safetensors(self.name(), config, weights.into())

@@ -9,6 +9,7 @@ mod matrix;
 mod prompts;
 mod reference;
 mod report;
+mod shard;
 mod show;
 mod suite;
 mod table;
@@ -40,6 +41,7 @@ pub(crate) async fn run(mut args: DemoArgs) -> Result<ExitCode, Failure> {
     match args.suite {
         Some(SuiteArg::Matrix) => return matrix::run(args).await,
         Some(SuiteArg::KimiDcp) => return kimi::run(args).await,
+        Some(SuiteArg::KvShard) => return shard::run(args).await,
         None => {}
     }
     args.engine.same_cache(slice::from_ref(&args.prefill), slice::from_ref(&args.decode))?;

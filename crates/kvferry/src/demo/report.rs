@@ -1,6 +1,6 @@
 //! What a demo found, as `--json` prints it.
 
-use kvferry_plan::{Blame, Bytes};
+use kvferry_plan::{Blame, Bytes, InstanceId};
 use kvferry_server::{Chosen, Problem};
 use serde::Serialize;
 
@@ -31,6 +31,10 @@ pub(super) enum Claim {
 
 /// The kind of [`Finding::missed`].
 const NOT_COMMITTED: &str = "fault_not_committed";
+/// The kind of [`Finding::hand_off`].
+const HAND_OFF: &str = "hand_off";
+/// The kind of what [`Outcome::knowing`] finds.
+const WRONG_ANSWER: &str = "answer";
 
 /// Something that is not as claimed.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
@@ -51,7 +55,7 @@ impl Finding {
 
     /// The hand-off itself failed.
     pub(super) fn hand_off(problem: &Problem) -> Self {
-        Self { kind: "hand_off", blame: Some(problem.blame), text: problem.to_string() }
+        Self { kind: HAND_OFF, blame: Some(problem.blame), text: problem.to_string() }
     }
 
     /// A fault was asked for that nothing was changed by: what it needs.
@@ -114,9 +118,27 @@ impl Finding {
         )
     }
 
-    /// Whether two results were compared and differ.
-    pub(super) fn by_comparison(&self) -> bool {
-        matches!(self.kind, "cache" | "state" | "tokens" | "logprobs")
+    /// Something is held that nobody needs any more.
+    pub(super) fn held(instance: &InstanceId, pages: u64, slots: u64) -> Self {
+        let text =
+            format!("{instance} still holds {pages} pages and {slots} state slots after its last request");
+        Self::new("held", text)
+    }
+
+    /// Whether an answer is not the one that is known to be right.
+    pub(super) fn is_answer(&self) -> bool {
+        self.kind == WRONG_ANSWER
+    }
+
+    /// Whether it is what finds a fault: two results that were compared and differ; of a manifest that never comes, that the
+    /// hand-off has missed it.
+    pub(super) fn finds(&self, fault: InjectArg) -> bool {
+        match fault {
+            InjectArg::DropEmptyFinal => {
+                self.kind == HAND_OFF && self.text.contains("no manifest from source rank")
+            }
+            _ => matches!(self.kind, "cache" | "state" | "tokens" | "logprobs"),
+        }
     }
 
     /// A prompt that was handed over but not computed here.
@@ -316,7 +338,7 @@ impl Outcome {
     pub(super) fn knowing(mut self, answer: &[u32]) -> Self {
         if !self.generated.starts_with(answer) {
             let text = tokens_text("the text says", &self.generated, answer);
-            self.findings.push(Finding::new("answer", text));
+            self.findings.push(Finding::new(WRONG_ANSWER, text));
         }
         self
     }

@@ -19,9 +19,18 @@ pub(super) fn converted(quick: bool) -> [Vec<&'static str>; 2] {
     CONVERTED.map(|side| side.into_iter().take(if quick { 2 } else { 3 }).collect())
 }
 
-/// Names of the listed layouts, or of those that `quick` runs.
+/// Names of the layouts that are listed for both sides, or of those of them that `quick` runs.
 pub(super) fn names(quick: bool) -> Vec<&'static str> {
-    lines().filter(|(_, marked)| *marked || !quick).map(|(name, _)| name).collect()
+    named_by(quick, |line| !line.prefill_only)
+}
+
+/// Names of the layouts that only prefill can have, likewise.
+pub(super) fn prefill_only(quick: bool) -> Vec<&'static str> {
+    named_by(quick, |line| line.prefill_only)
+}
+
+fn named_by(quick: bool, wanted: fn(&Line) -> bool) -> Vec<&'static str> {
+    lines().filter(wanted).filter(|line| line.quick || !quick).map(|line| line.name).collect()
 }
 
 /// What a name means for a model of `layers` layers.
@@ -31,12 +40,19 @@ pub(super) fn named(name: &str, layers: usize) -> Result<LayoutSpec, Failure> {
     spec.map_err(|e: SpecError| Failure::new(Blame::Us, e).within(name))
 }
 
-fn lines() -> impl Iterator<Item = (&'static str, bool)> {
-    LIST.lines().map(str::trim).filter(|line| !line.is_empty() && !line.starts_with('#')).map(|line| {
-        match line.strip_prefix('*') {
-            Some(rest) => (rest.trim(), true),
-            None => (line, false),
-        }
+/// A line of the list.
+struct Line {
+    name: &'static str,
+    quick: bool,
+    prefill_only: bool,
+}
+
+fn lines() -> impl Iterator<Item = Line> {
+    let lines = LIST.lines().map(str::trim).filter(|line| !line.is_empty() && !line.starts_with('#'));
+    lines.map(|line| {
+        let name = line.trim_start_matches(['*', '>', ' ']);
+        let marks = line.strip_suffix(name).unwrap_or_default();
+        Line { name, quick: marks.contains('*'), prefill_only: marks.contains('>') }
     })
 }
 
@@ -108,6 +124,18 @@ mod tests {
         let exact = |(from, to): &(Dtype, Dtype)| Cast::between(*from, *to).unwrap().exact();
         let quick = conversions(true);
         assert!(quick.iter().any(exact) && !quick.iter().all(exact), "{quick:?}");
+    }
+
+    #[test]
+    fn prefill_alone_has_context_parallelism_and_dealt_pages() {
+        for quick in [true, false] {
+            assert!(listed(4, quick).iter().all(|spec| spec.cp == 1 && !spec.shard));
+            let only: Vec<_> = prefill_only(quick).into_iter().map(|name| named(name, 4).unwrap()).collect();
+            assert!(only.iter().all(|spec| spec.cp > 1 || spec.shard));
+            for (cp, shard) in [(true, false), (true, true), (false, true)] {
+                assert!(only.iter().any(|spec| (spec.cp > 1, spec.shard) == (cp, shard)), "{cp} {shard}");
+            }
+        }
     }
 
     #[test]

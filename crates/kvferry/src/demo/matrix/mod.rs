@@ -1,6 +1,6 @@
-//! `kvferry demo --suite matrix`: every layout of a list hands prompts to every other. Each layout runs once on each
-//! side, in its own process, for each model, form of attention and element type; what decode holds and answers is
-//! compared with one process that has one rank. A short list of further pairs have another element type on each side, and
+//! `kvferry demo --suite matrix`: every layout of a list hands prompts to every other, and so do some that only prefill can
+//! have. Each layout runs once on each side, in its own process, for each model, form of attention and element type; what
+//! decode holds and answers is compared with one process that has one rank. A short list of further pairs have another element type on each side, and
 //! prefill converts.
 
 mod layouts;
@@ -28,7 +28,7 @@ use crate::{
     serve::blocking,
     terminal,
 };
-use report::{Cell, Converted, Matrix, Sheet};
+use report::{Cell, Converted, Due, Matrix, Sheet};
 
 /// Prompts of each cell, in tokens: one that leaves ranks without a row, and one that is longer than the virtual page of
 /// every listed layout.
@@ -54,15 +54,16 @@ pub(crate) async fn run(mut args: DemoArgs) -> Result<ExitCode, Failure> {
     (args.max_tokens, args.ignore_eos) = (ANSWER, true);
     let progress = if args.json { Progress::Quiet } else { Progress::Shown };
     let subjects = subjects(&args, progress).await?;
-    let layouts = layouts::names(args.quick);
+    let (both, prefill_only) = (layouts::names(args.quick), layouts::prefill_only(args.quick));
     let types = [Dtype::F32, Dtype::Bf16, Dtype::Fp8E4m3];
     let sheets = subjects.len() * types.len();
     let conversions = subjects.iter().map(|subject| subject.conversions().count()).sum();
-    let mut matrix = Matrix::new(&args, &layouts, &PROMPTS, conversions);
+    let cells = subjects.iter().map(|subject| subject.pairs() * types.len()).sum();
+    let mut matrix = Matrix::new(&args, [&both, &prefill_only], &PROMPTS, Due { cells, conversions });
     if !args.json {
         matrix.title(sheets);
     }
-    let bar = progress.things("cells", (sheets * layouts.len().pow(2) + conversions) as u64);
+    let bar = progress.things("cells", (cells + conversions) as u64);
     for subject in &subjects {
         for kv in types {
             matrix.sheets.push(subject.sheet(&args, kv, &bar).await?);
@@ -99,13 +100,19 @@ async fn subjects(args: &DemoArgs, progress: Progress) -> Result<Vec<Subject>, F
         let as_it_is = config.kda.is_some() || config.mla.is_some();
         let forms = if as_it_is { &[AttentionArg::Gqa][..] } else { &[AttentionArg::Gqa, AttentionArg::Mla] };
         for attention in forms {
-            let layouts = layouts::names(args.quick);
+            let latent = as_it_is || *attention == AttentionArg::Mla;
+            let decodes = named(layouts::names(args.quick), config.layers)?;
+            let only = named(layouts::prefill_only(args.quick), config.layers)?;
+            // Ranks of TP hold the same rows only where these are latent.
+            let can = |spec: &LayoutSpec| latent || spec.cp > 1 || !spec.shard;
+            let prefills = decodes.iter().cloned().chain(only).map(|spec| can(&spec).then_some(spec));
             subjects.push(Subject {
                 model: checkpoint.name().to_owned(),
                 located: located.clone(),
                 attention: *attention,
                 form: form(config, *attention),
-                layouts: named(layouts, config.layers)?,
+                prefills: prefills.collect(),
+                decodes,
                 converted: {
                     let [prefill, decode] = layouts::converted(args.quick);
                     [named(prefill, config.layers)?, named(decode, config.layers)?]
@@ -127,13 +134,20 @@ struct Subject {
     located: Located,
     attention: AttentionArg,
     form: &'static str,
-    layouts: Vec<LayoutSpec>,
+    /// Every one that is listed, in this order; none where this model cannot have it.
+    prefills: Vec<Option<LayoutSpec>>,
+    decodes: Vec<LayoutSpec>,
     /// Those at prefill and those at decode that are paired with a conversion.
     converted: [Vec<LayoutSpec>; 2],
     prompts: Vec<Prompt>,
 }
 
 impl Subject {
+    /// Number of pairs of layouts.
+    fn pairs(&self) -> usize {
+        self.prefills.iter().flatten().count() * self.decodes.len()
+    }
+
     /// All pairs of layouts with one element type.
     async fn sheet(&self, args: &DemoArgs, kv: Dtype, bar: &ProgressBar) -> Result<Sheet, Failure> {
         let mut args = args.clone();
@@ -141,13 +155,18 @@ impl Subject {
         let plan = Plan::new(&args);
         let answers = self.answers(&args, plan.clone()).await?;
         let mut fleet = Fleet::start().await?;
-        let sides =
-            ["prefill", "decode"].map(|role| Side { role, layouts: &self.layouts, engine: &args.engine });
+        let (numbers, prefills): (Vec<usize>, Vec<LayoutSpec>) =
+            self.prefills.iter().enumerate().filter_map(|(n, spec)| Some((n, spec.clone()?))).unzip();
+        let side = |role, layouts| Side { role, layouts, engine: &args.engine };
+        let sides = [side("prefill", prefills.as_slice()), side("decode", &self.decodes)];
         let [prefill, decode] = fleet.join(sides, &self.located).await?;
+        let prefill: Vec<_> = numbers.into_iter().zip(&prefill).collect();
         // Neighbours in this order have no instance in common.
-        let count = prefill.len();
-        let pairs = (0..count).flat_map(|shift| (0..count).map(move |from| (from, (from + shift) % count)));
-        let pairs = pairs.filter_map(|(from, to)| Some(((from, prefill.get(from)?), (to, decode.get(to)?))));
+        let count = decode.len();
+        let pairs = (0..count).flat_map(|shift| {
+            prefill.iter().enumerate().map(move |(at, prefill)| (*prefill, (at + shift) % count))
+        });
+        let pairs = pairs.filter_map(|(from, to)| Some((from, (to, decode.get(to)?))));
         let mut cells = stream::iter(pairs)
             .map(|((from, prefill), (to, decode))| {
                 let cell = self.cell((prefill, decode), &args, (&plan, &answers));

@@ -100,33 +100,44 @@ pub(super) struct Matrix {
     prompt_tokens: Vec<usize>,
     /// By number, on both sides.
     layouts: Vec<&'static str>,
+    /// Those of prefill whose numbers come after them.
+    prefill_only: Vec<&'static str>,
     /// Pairs of layouts, over all sheets.
     cells: usize,
     /// The exit status: true is 0.
     proven: bool,
     pub(super) sheets: Vec<Sheet>,
-    /// How many there are to be.
     #[serde(skip)]
-    conversions_due: usize,
+    due: Due,
     pub(super) conversions: Vec<Converted>,
+}
+
+/// How many there are to be.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Due {
+    /// Pairs of layouts, over all sheets.
+    pub(super) cells: usize,
+    /// Pairs with a conversion.
+    pub(super) conversions: usize,
 }
 
 impl Matrix {
     pub(super) fn new(
         args: &DemoArgs,
-        layouts: &[&'static str],
+        [layouts, prefill_only]: [&[&'static str]; 2],
         prompts: &[usize],
-        conversions_due: usize,
+        due: Due,
     ) -> Self {
         Self {
             suite: "matrix",
             transport: name_of(&args.engine.transport),
             prompt_tokens: prompts.into(),
             layouts: layouts.to_vec(),
+            prefill_only: prefill_only.to_vec(),
             cells: 0,
             proven: false,
             sheets: Vec::new(),
-            conversions_due,
+            due,
             conversions: Vec::new(),
         }
     }
@@ -137,10 +148,10 @@ impl Matrix {
 
     /// Every pair was run and nothing was found.
     pub(super) fn proven(&self) -> bool {
-        let pairs = self.layouts.len().pow(2);
+        let equal: usize = self.sheets.iter().map(Sheet::equal).sum();
         !self.sheets.is_empty()
-            && self.sheets.iter().all(|sheet| sheet.cells.len() == pairs && sheet.equal() == pairs)
-            && self.conversions.len() == self.conversions_due
+            && (self.cells(), equal) == (self.due.cells, self.due.cells)
+            && self.conversions.len() == self.due.conversions
             && self.conversions.iter().all(Converted::equal)
     }
 
@@ -152,22 +163,27 @@ impl Matrix {
 
     /// What is going to be run.
     pub(super) fn title(&self, sheets: usize) {
-        let (count, prompts) = (self.layouts.len(), self.prompt_tokens.iter());
-        let prompts: Vec<_> = prompts.map(ToString::to_string).collect();
+        let (prefills, count) = (self.prefills().count(), self.layouts.len());
+        let prompts: Vec<_> = self.prompt_tokens.iter().map(ToString::to_string).collect();
+        let Due { cells, conversions } = self.due;
         let title = format!(
-            "{count} layouts to {count}, over {}, canonical arithmetic, {sheets} kinds of cache: {} cells, and {} \
-             pairs with a conversion; prompts of {} tokens; `uneven` is a first stage of one layer",
+            "{prefills} layouts to {count}, over {}, canonical arithmetic, {sheets} kinds of cache: {cells} cells (with \
+             GQA, pages are dealt over cp alone), and {conversions} pairs with a conversion; prompts of {} tokens; \
+             `uneven` is a first stage of one layer",
             self.transport,
-            sheets * count * count,
-            self.conversions_due,
             prompts.join(" and ")
         );
         terminal::paragraph(title, 0);
     }
 
+    /// Layouts of prefill, by number.
+    fn prefills(&self) -> impl Iterator<Item = &'static str> {
+        self.layouts.iter().chain(&self.prefill_only).copied()
+    }
+
     /// Prints grid and verdict.
     pub(super) fn print(&self) {
-        let wide = self.layouts.iter().map(|name| name.len()).max().unwrap_or(0);
+        let wide = self.prefills().map(str::len).max().unwrap_or(0);
         terminal::line("");
         let digits = |of: fn(usize) -> String| (1..=self.layouts.len()).map(of).collect::<String>();
         let head =
@@ -176,7 +192,7 @@ impl Matrix {
             head("", digits(|n| if n < 10 { " ".into() } else { (n / 10).to_string() }));
         }
         head("prefill, and decode by number", digits(|n| (n % 10).to_string()));
-        for (from, layout) in self.layouts.iter().enumerate() {
+        for (from, layout) in self.prefills().enumerate() {
             let marks: String = (0..self.layouts.len()).map(|to| self.mark(from, to)).collect();
             terminal::line(format_args!("{:>2}  {layout:wide$}  {marks}", from + 1));
         }
@@ -210,7 +226,7 @@ impl Matrix {
                     "NOT proven equal: {} of {cells} cells, {} of {} pairs with a conversion",
                     cells - equal,
                     self.conversions.iter().filter(|pair| !pair.equal()).count(),
-                    self.conversions_due
+                    self.due.conversions
                 ),
             ));
         }
@@ -226,7 +242,7 @@ impl Matrix {
     fn print_findings(&self) {
         let cells = self.sheets.iter().flat_map(|sheet| {
             sheet.cells.iter().map(move |cell| {
-                let layout = |number: usize| self.layouts.get(number).copied().unwrap_or_default();
+                let layout = |number: usize| self.prefills().nth(number).unwrap_or_default();
                 let pair = (layout(cell.prefill), layout(cell.decode));
                 (sheet.name(), pair, &cell.findings)
             })

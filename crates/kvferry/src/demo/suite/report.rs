@@ -48,8 +48,8 @@ pub(in crate::demo) struct CaseReport {
 }
 
 impl CaseReport {
-    /// What came of prompts of so many tokens each. With a `fault` the findings have to be there, and be such that a
-    /// comparison found it: a hand-off that failed, or a fault that was not committed, is none.
+    /// What came of prompts of so many tokens each. With a `fault` each must have findings, and only such as find it: a
+    /// hand-off that failed for another reason, or a fault that was not committed, is none.
     pub(in crate::demo) fn new(
         name: &str,
         prompt_tokens: Vec<usize>,
@@ -61,7 +61,10 @@ impl CaseReport {
         let findings: Vec<Finding> = outcomes.iter().flat_map(|o| o.findings.iter().cloned()).collect();
         let good = match fault {
             None => findings.is_empty(),
-            Some(_) => !findings.is_empty() && findings.iter().all(Finding::by_comparison),
+            Some(fault) => {
+                outcomes.iter().all(|outcome| !outcome.findings.is_empty())
+                    && findings.iter().all(|finding| finding.finds(fault))
+            }
         };
         Self {
             name: name.to_owned(),
