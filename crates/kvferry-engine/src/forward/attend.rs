@@ -142,7 +142,12 @@ impl Buffers {
         for part in [kv.key, kv.value] {
             account.note(&mut self.rows, |rows| pool.reserve(part, tokens, rows))??;
         }
-        Ok(self.rows.bytes())
+        Ok(self.assembled())
+    }
+
+    /// Memory in which the rows of one part of a layer are put together, in bytes.
+    pub(super) fn assembled(&self) -> usize {
+        self.rows.bytes()
     }
 
     /// What is loaded is of another layer.

@@ -1,6 +1,7 @@
 //! The forward pass against other people's logits, and against itself in other layouts.
 
 mod memory;
+mod scratch;
 
 use std::{path::PathBuf, sync::Arc};
 
