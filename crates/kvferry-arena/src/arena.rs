@@ -10,7 +10,7 @@ use rustix::fs::{
 };
 
 use crate::{
-    ArenaError, Memory, Pieces, Span, Stores, Wait, io,
+    ArenaError, Memory, Packed, Pieces, Span, Stores, Wait, io,
     memory::Mapped,
     mmap::{Access, Mapping},
     simd,
@@ -95,7 +95,7 @@ impl Arena {
     ///
     /// # Errors
     /// [`ArenaError::Length`] unless `data` has exactly the bytes of the pieces, [`ArenaError::OutOfBounds`].
-    pub fn scatter(&self, pieces: &Pieces, data: &[u8]) -> Result<(), ArenaError> {
+    pub fn scatter(&self, pieces: &Pieces, data: Packed<'_>) -> Result<(), ArenaError> {
         simd::scatter(&self.mapping, pieces, data)
     }
 

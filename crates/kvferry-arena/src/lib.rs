@@ -9,6 +9,9 @@
 //! rows of a unit on one [`Side`]. [`read_units`] packs and digests units, several in one sweep. Where the source's element
 //! type is another one than the target's, all of these convert on the way. Everything is bounds-checked.
 //!
+//! A [`Buffer`] is memory that engines of others write blocks into; bytes get from there into an arena by
+//! [`Arena::scatter`] only.
+//!
 //! *Not* for deciding what may be copied where (`kvferry-plan`, `kvferry-session`) and not a general allocator.
 //!
 //! ```
@@ -33,23 +36,27 @@
 //! ```
 
 mod arena;
+mod buffer;
 mod cast;
 mod digest;
 mod error;
 mod io;
 mod memory;
 mod mmap;
+mod packed;
 mod pieces;
 mod read;
 mod simd;
 mod view;
 
 pub use arena::{Arena, copy_in_turns};
+pub use buffer::Buffer;
 pub use cast::{convert, narrow_bf16, narrow_fp8, widen_bf16, widen_fp8};
 pub use digest::{digest_plan, digest_plans, digest_rows, digest_unit};
 pub use error::ArenaError;
 pub use io::{Span, Wait};
 pub use memory::Memory;
+pub use packed::{Packed, PackedMut};
 pub use pieces::{Pieces, Side};
 pub use read::{UnitRead, read_units};
 pub use simd::{RowHasher, Stores};

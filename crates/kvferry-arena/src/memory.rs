@@ -63,7 +63,7 @@ pub trait Memory: Mapped + Send + Sync + std::fmt::Debug {
     /// # Errors
     /// [`ArenaError::Length`] unless `out` has exactly the bytes of the pieces, [`ArenaError::OutOfBounds`].
     fn gather(&self, pieces: &Pieces, out: &mut [u8]) -> Result<(), ArenaError> {
-        let read = simd::Read { pieces: *pieces, cast: None, into: Some(out), hasher: None };
+        let read = simd::Read { pieces: *pieces, cast: None, into: Some(out.into()), hasher: None };
         simd::read(self.mapping(), &mut [read])
     }
 

@@ -6,7 +6,7 @@ use std::ops::Range;
 
 use kvferry_plan::{Bytes, Unit};
 
-use crate::{ArenaError, Memory, Pieces, RowHasher, Side, simd};
+use crate::{ArenaError, Memory, PackedMut, Pieces, RowHasher, Side, simd};
 
 /// Rows of a unit that are read.
 #[derive(Debug)]
@@ -16,7 +16,7 @@ pub struct UnitRead<'a> {
     /// Which of its rows, counted in token order; what is beyond the unit is left out.
     pub rows: Range<u64>,
     /// Where they are packed, in token order: exactly as many bytes as they have. Nowhere when absent.
-    pub into: Option<&'a mut [u8]>,
+    pub into: Option<PackedMut<'a>>,
     /// What digests them.
     pub hasher: Option<&'a mut RowHasher>,
 }
@@ -48,15 +48,13 @@ pub fn read_units(
         let mut turn = Vec::with_capacity(lanes.len());
         for (pieces, cast, rest, hasher) in &mut lanes {
             let Some(pieces) = pieces.next() else { continue };
-            let into =
-                match rest.take().map(|rest| rest.split_at_mut_checked(simd::packed(&pieces, *cast).index()))
-                {
-                    Some(Some((here, later))) => {
-                        *rest = Some(later);
-                        Some(here)
-                    }
-                    _ => None,
-                };
+            let into = match rest.take().map(|rest| rest.split_at(simd::packed(&pieces, *cast).index())) {
+                Some(Some((here, later))) => {
+                    *rest = Some(later);
+                    Some(here)
+                }
+                _ => None,
+            };
             turn.push(simd::Read { pieces, cast: *cast, into, hasher: hasher.as_deref_mut() });
         }
         if turn.is_empty() {

@@ -234,7 +234,7 @@ proptest! {
                 to(&of(&bytes, cast.from()), cast.to())
             }).collect();
             let mut packed = vec![0; unit.bytes().index()];
-            let read = UnitRead { unit, rows: 0..unit.rows(), into: Some(&mut packed), hasher: None };
+            let read = UnitRead { unit, rows: 0..unit.rows(), into: Some(packed.as_mut_slice().into()), hasher: None };
             read_units(&source, Side::Source, vec![read]).unwrap();
             prop_assert!(packed == expected);
             for m in unit.moves(from, to_) {

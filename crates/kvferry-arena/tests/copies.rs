@@ -167,13 +167,13 @@ proptest! {
         if let Some(inside) = inside {
             prop_assert!(packed[..] == inside[..packed.len()]);
             // Back where it came from.
-            arena.scatter(&pieces, &packed).unwrap();
+            arena.scatter(&pieces, packed[..].into()).unwrap();
             prop_assert!(bytes(&arena) == before);
         } else {
-            prop_assert!(arena.scatter(&pieces, &packed).is_err());
+            prop_assert!(arena.scatter(&pieces, packed[..].into()).is_err());
         }
         prop_assert!(arena.gather(&pieces, &mut vec![0; packed.len() + 1]).is_err());
-        prop_assert!(arena.scatter(&pieces, &vec![0; packed.len() + 1]).is_err());
+        prop_assert!(arena.scatter(&pieces, vec![0; packed.len() + 1][..].into()).is_err());
     }
 
     /// Units of real plans: whole, in parts, packed and unpacked, and their digests.
@@ -225,7 +225,7 @@ proptest! {
                 .chain(Pieces::of_rows(&unit, Side::Target, to, cut..unit.rows()))
             {
                 let (now, later) = left.split_at(pieces.bytes().index());
-                target.scatter(&pieces, now).unwrap();
+                target.scatter(&pieces, now.into()).unwrap();
                 left = later;
             }
             prop_assert!(left.is_empty());

@@ -6,6 +6,8 @@ use kvferry_arena::ArenaError;
 use kvferry_plan::{Blame, Bytes, Generation, Incarnation, PageId, RankId, RoomKey, SlotId, Unsupported};
 use minicbor::{Decode, Encode};
 
+use crate::slots::EngineError;
+
 /// Why a target refuses a frame. The number is its code on the wire.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Encode, Decode)]
 #[cbor(index_only)]
@@ -100,6 +102,9 @@ pub enum TransportError {
     /// The link or the transport is closed.
     #[error("the link is closed; open a new one")]
     Closed,
+    /// An engine that moves blocks.
+    #[error(transparent)]
+    Engine(#[from] EngineError),
     /// An endpoint that this transport cannot use.
     #[error("`{endpoint}`: {reason}")]
     Endpoint {
@@ -229,7 +234,7 @@ impl TransportError {
             | Self::Registered { .. }
             | Self::RowTooLong { .. }
             | Self::UnknownRank { .. } => Blame::Caller,
-            Self::Io { .. } => Blame::Environment,
+            Self::Engine(_) | Self::Io { .. } => Blame::Environment,
             Self::PeerGone { .. }
             | Self::Protocol { .. }
             | Self::Restarted { .. }

@@ -2,7 +2,7 @@
 
 use std::{io::ErrorKind, sync::Arc};
 
-use kvferry_arena::{ArenaError, Span};
+use kvferry_arena::{ArenaError, Packed, Span};
 use kvferry_plan::Incarnation;
 
 use crate::{
@@ -49,7 +49,7 @@ impl Inbound {
     }
 
     /// Lands what was accepted.
-    pub(crate) fn land(&mut self, units: &Units, payload: &[u8]) {
+    pub(crate) fn land(&mut self, units: &Units, payload: Packed<'_>) {
         if let Some((_, Ok(landing))) = self.legs.last_mut()
             && let Err(error) = landing.land(units, payload)
         {
@@ -287,7 +287,7 @@ mod tests {
         let leg = first_leg();
         let unit = |first| Units { first, count: 1, row: 0, rows: None };
         assert!(inbound.accepts(&leg, &unit(0), 128));
-        inbound.land(&unit(0), &[1; 128]);
+        inbound.land(&unit(0), [1; 128][..].into());
         let pool = || {
             let mut bytes = vec![0; arena.layout().len().index()];
             arena.read(Bytes(0), &mut bytes).unwrap();
@@ -296,7 +296,7 @@ mod tests {
         let fenced = pool();
         assert!(inbound.accepts(&leg, &unit(1), 104));
         local.revoke(leg.key, leg.generation);
-        inbound.land(&unit(1), &[1; 104]);
+        inbound.land(&unit(1), [1; 104][..].into());
         assert!(!inbound.accepts(&leg, &unit(2), 128));
         assert_eq!(inbound.end(&leg), Some(Refusal::Room));
         assert!(pool() == fenced);
@@ -394,7 +394,7 @@ mod tests {
                 let usual = || (Units { first: due, count: 1, row: 0, rows: None }, [128, 104][due as usize % 2]);
                 let (units, len) = units.unwrap_or_else(usual);
                 if inbound.accepts(&leg, &units, len) {
-                    inbound.land(&units, &vec![0xff; len as usize]);
+                    inbound.land(&units, vec![0xff; len as usize][..].into());
                     landed += u64::from(len);
                     due += 1;
                 }

@@ -10,6 +10,7 @@
 //! | `mem` | source | both sides in one process: tests |
 //! | `shm` | target | two processes of one host |
 //! | `tcp` | source | anything else; loopback until connections are authenticated |
+//! | [`slots`] | source | engines of others that move blocks between registered memory |
 //!
 //! Rules that hold for every back end, and that [`contract`] checks:
 //! * A sender never names an address. What is written, and where, follows from the target's own grant.
@@ -29,11 +30,13 @@ mod inject;
 mod job;
 mod listener;
 mod local;
+mod loopback;
 mod mem;
 mod push;
 mod queue;
 mod room;
 mod shm;
+pub mod slots;
 mod socket;
 mod stats;
 mod tcp;

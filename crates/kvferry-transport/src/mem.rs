@@ -8,16 +8,17 @@ use std::{
     },
 };
 
-use kvferry_plan::{Generation, Incarnation, RankId, RoomKey};
+use kvferry_arena::PackedMut;
+use kvferry_plan::{Bytes, Generation, Incarnation, RankId, RoomKey};
 
 use crate::{
     Done, Grant, Job, Link, Mover, PeerAddr, Registration, Setup, Transport, TransportError, TransportStats,
     inbound::Inbound,
     local::{Local, lock},
-    push::{Sink, push},
-    queue::Queue,
+    push::{Frame, Sink, push},
+    queue::{Queue, Stop},
     stats::add,
-    wire::{LegId, Units},
+    wire::LegId,
 };
 
 /// The ends of this process, by number.
@@ -89,12 +90,12 @@ impl Transport for Mem {
             local: Arc::clone(&self.local),
             inbound: Inbound::new(Arc::clone(&target), self.local.setup.incarnation),
             target,
+            stage: Vec::new(),
         };
         let local = Arc::clone(&self.local);
-        let mut stages = Vec::new();
-        let run = move |job: &Job, stop: &_| {
+        let run = move |job: &Job, stop: &Stop| {
             let arena = local.arena(job.source)?;
-            push(job, &arena, &mut sink, stop, &mut stages)
+            push(job, &arena, &mut sink, stop)
         };
         let limits = &self.local.setup.limits;
         let queue = Queue::start("kvferry-mem", limits, &self.local.counters, run, || ())
@@ -156,20 +157,30 @@ struct ToMem {
     local: Arc<Local>,
     target: Arc<Local>,
     inbound: Inbound,
+    stage: Vec<u8>,
 }
 
 impl Sink for ToMem {
-    fn units(&mut self, leg: &LegId, units: &Units, payload: &[u8]) -> Result<(), TransportError> {
-        self.target.open().map_err(|_| gone(&self.endpoint))?;
-        let len = u32::try_from(payload.len()).unwrap_or(u32::MAX);
-        if self.inbound.accepts(leg, units, len) {
-            self.inbound.land(units, payload);
+    fn stage(&mut self, len: Bytes, _: &Stop) -> Result<PackedMut<'_>, TransportError> {
+        self.stage.resize(len.index(), 0);
+        Ok(self.stage.as_mut_slice().into())
+    }
+
+    fn send(&mut self, frames: &[Frame], stop: &Stop) -> Result<(), TransportError> {
+        for frame in frames {
+            stop.check()?;
+            self.target.open().map_err(|_| gone(&self.endpoint))?;
+            let Some(payload) = self.stage.get(frame.at.clone()) else { continue };
+            let len = u32::try_from(payload.len()).unwrap_or(u32::MAX);
+            if self.inbound.accepts(&frame.leg, &frame.units, len) {
+                self.inbound.land(&frame.units, payload.into());
+            }
+            add(&self.local.counters.sent, u64::from(len));
         }
-        add(&self.local.counters.sent, u64::from(len));
         Ok(())
     }
 
-    fn end(&mut self, leg: &LegId) -> Result<u64, TransportError> {
+    fn end(&mut self, leg: &LegId, _: &Stop) -> Result<u64, TransportError> {
         self.target.open().map_err(|_| gone(&self.endpoint))?;
         match self.inbound.end(leg) {
             None => Ok(0),
@@ -177,7 +188,7 @@ impl Sink for ToMem {
         }
     }
 
-    fn settle(&mut self, _: &Job, _: u64) -> Result<(), TransportError> {
+    fn settle(&mut self, _: &Job, _: u64, _: &Stop) -> Result<(), TransportError> {
         Ok(())
     }
 }

@@ -27,15 +27,32 @@ pub(crate) struct Stop {
 }
 
 impl Stop {
+    /// Asked where cancelling does not matter.
+    pub(crate) fn closed(&self) -> Result<(), TransportError> {
+        if self.closed.load(Ordering::Acquire) { Err(TransportError::Closed) } else { Ok(()) }
+    }
+
     /// Asked between frames.
     pub(crate) fn check(&self) -> Result<(), TransportError> {
-        if self.closed.load(Ordering::Acquire) {
-            return Err(TransportError::Closed);
-        }
+        self.closed()?;
         if self.cancelled.load(Ordering::Acquire) {
             return Err(TransportError::Cancelled);
         }
         Ok(())
+    }
+}
+
+/// What a link's thread does.
+pub(crate) trait Work {
+    /// Executes one job, and asks its [`Stop`] often.
+    fn run(&mut self, job: &Job, stop: &Stop) -> Result<Vec<LegReport>, TransportError>;
+    /// Puts in order what a job that failed has left, when that has been told.
+    fn rest(&mut self, _: &Stop) {}
+}
+
+impl<F: FnMut(&Job, &Stop) -> Result<Vec<LegReport>, TransportError>> Work for F {
+    fn run(&mut self, job: &Job, stop: &Stop) -> Result<Vec<LegReport>, TransportError> {
+        self(job, stop)
     }
 }
 
@@ -103,12 +120,12 @@ impl std::fmt::Debug for Queue {
 }
 
 impl Queue {
-    /// Starts the thread. `run` executes one job and asks its [`Stop`] often; `hang_up` makes it return soon.
+    /// Starts the thread. `hang_up` makes `work` return soon.
     pub(crate) fn start(
         name: &str,
         limits: &Limits,
         counters: &Arc<Counters>,
-        mut run: impl FnMut(&Job, &Stop) -> Result<Vec<LegReport>, TransportError> + Send + 'static,
+        mut work: impl Work + Send + 'static,
         hang_up: impl Fn() + Send + Sync + 'static,
     ) -> io::Result<Self> {
         let shared =
@@ -118,13 +135,17 @@ impl Queue {
         let handle = thread::Builder::new().name(name.into()).spawn(move || {
             while let Some(next) = theirs.next() {
                 let paced = pace.wait(&next.job, &theirs.stop);
-                let outcome = paced.and_then(|()| run(&next.job, &theirs.stop));
+                let outcome = paced.and_then(|()| work.run(&next.job, &theirs.stop));
                 // Closing hangs up: what a job meets then is our own doing and not the peer's.
                 let closed = || theirs.stop.closed.load(Ordering::Acquire);
                 let outcome = outcome.map_err(|error| if closed() { TransportError::Closed } else { error });
+                let failed = outcome.is_err();
                 theirs.finished();
                 drop(next.gauge);
                 (next.done)(outcome);
+                if failed {
+                    work.rest(&theirs.stop);
+                }
             }
         })?;
         Ok(Self {

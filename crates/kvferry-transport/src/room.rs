@@ -8,7 +8,7 @@ use std::{
     time::Instant,
 };
 
-use kvferry_arena::{Arena, ArenaError, Memory, Pieces, RowHasher, Side, Span, Wait, digest_rows};
+use kvferry_arena::{Arena, ArenaError, Memory, Packed, Pieces, RowHasher, Side, Span, Wait, digest_rows};
 use kvferry_plan::{
     Bytes, End, PageId, PageTable, Pair, Part, PartDigest, Plan, RankId, Rotation, Row, SlotId, Token,
     TokenRange, Unit, UnitId,
@@ -222,7 +222,7 @@ impl Landing {
     }
 
     /// Writes the payload of `units`, which has the length that [`Landing::expect`] said.
-    pub(crate) fn land(&mut self, units: &Units, payload: &[u8]) -> Result<(), TransportError> {
+    pub(crate) fn land(&mut self, units: &Units, payload: Packed<'_>) -> Result<(), TransportError> {
         let room = Arc::clone(&self.room);
         let spots = || self.spots(units);
         let write = || {
@@ -232,7 +232,7 @@ impl Landing {
                 for pieces in Pieces::of_rows(unit, Side::Target, region, rows) {
                     let short =
                         ArenaError::Length { expected: pieces.bytes(), found: Bytes(rest.len() as u64) };
-                    let (chunk, tail) = rest.split_at_checked(pieces.bytes().index()).ok_or(short)?;
+                    let (chunk, tail) = rest.split_at(pieces.bytes().index()).ok_or(short)?;
                     self.arena.scatter(&pieces, chunk)?;
                     rest = tail;
                 }

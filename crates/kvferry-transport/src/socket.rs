@@ -19,7 +19,7 @@ use rustix::{
 
 use crate::{
     TransportError,
-    wire::{self, Hello, VERSION},
+    wire::{self, Hello, MAX_HEADER, VERSION},
 };
 
 /// Why a socket cannot be used any more.
@@ -154,16 +154,33 @@ impl Socket {
 
     /// Reads a message with its length in front.
     pub(crate) fn message<T: for<'b> minicbor::Decode<'b, ()>>(&self) -> Result<T, Lost> {
-        self.message_until(None)
+        self.message_of(MAX_HEADER)
+    }
+
+    /// As [`Self::message`], of at most `most` bytes.
+    pub(crate) fn message_of<T: for<'b> minicbor::Decode<'b, ()>>(&self, most: u32) -> Result<T, Lost> {
+        self.message_after(false, most)
+    }
+
+    /// As [`Self::message_of`]. Before the first byte the wait is unbounded if `idle`: the other end may have nothing to
+    /// say.
+    pub(crate) fn message_after<T: for<'b> minicbor::Decode<'b, ()>>(
+        &self,
+        idle: bool,
+        most: u32,
+    ) -> Result<T, Lost> {
+        self.message_until(idle, most, None)
     }
 
     fn message_until<T: for<'b> minicbor::Decode<'b, ()>>(
         &self,
+        idle: bool,
+        most: u32,
         deadline: Option<Instant>,
     ) -> Result<T, Lost> {
         let mut len = [0; 4];
-        self.fill_until(&mut len, false, deadline)?;
-        let len = wire::message_len(len).ok_or(Lost::Length("a message of an impossible length"))?;
+        self.fill_until(&mut len, idle, deadline)?;
+        let len = wire::message_len(len, most).ok_or(Lost::Length("a message of an impossible length"))?;
         let mut bytes = vec![0; len];
         self.fill_until(&mut bytes, false, deadline)?;
         wire::decode(&bytes).ok_or(Lost::Malformed("a message that cannot be decoded"))
@@ -179,7 +196,7 @@ impl Socket {
                 "it does not start with kvferry's magic: something else uses this port",
             ));
         }
-        self.message_until(deadline)
+        self.message_until(false, MAX_HEADER, deadline)
     }
 
     /// Says hello to the process at `endpoint` and checks that it is the one that is meant.

@@ -48,6 +48,14 @@ pub struct TransportStats {
     pub grants: u64,
     /// Now: jobs accepted and not done.
     pub jobs: u64,
+    /// Now: landing slots that peers hold.
+    pub slots: u64,
+    /// Now: landing slots that nobody may have, because what is still on its way to them is not known.
+    pub fenced: u64,
+    /// Now: blocks that are packed or on their way.
+    pub staged: u64,
+    /// Times that the engine was started again because all slots were fenced off.
+    pub renewed: u64,
 }
 
 impl TransportStats {
@@ -83,6 +91,10 @@ pub(crate) struct Counters {
     pub(crate) connections: AtomicU64,
     pub(crate) links: AtomicU64,
     pub(crate) jobs: AtomicU64,
+    pub(crate) slots: AtomicU64,
+    pub(crate) fenced: AtomicU64,
+    pub(crate) staged: AtomicU64,
+    pub(crate) renewed: AtomicU64,
 }
 
 impl Counters {
@@ -119,6 +131,10 @@ impl Counters {
             links: at(&self.links),
             grants: 0,
             jobs: at(&self.jobs),
+            slots: at(&self.slots),
+            fenced: at(&self.fenced),
+            staged: at(&self.staged),
+            renewed: at(&self.renewed),
         }
     }
 }

@@ -10,6 +10,7 @@ use std::{
 
 use kvferry_arena::Arena;
 use kvferry_plan::{Bytes, Descriptor, Generation, Incarnation, RankId, RoomKey};
+use minicbor::{Decode, Encode};
 
 use crate::{Done, Grant, Inject, Job, Mem, Shm, Tcp, TransportError, TransportStats};
 
@@ -23,17 +24,20 @@ pub enum Mover {
 }
 
 /// The kind of memory behind a registration.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Encode, Decode)]
+#[cbor(index_only)]
 #[non_exhaustive]
 pub enum MemoryKind {
     /// The host's.
     #[default]
+    #[n(0)]
     Host,
 }
 
 /// The number of a device among those of its memory kind; 0 for host memory.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct DeviceId(pub u32);
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Encode, Decode)]
+#[cbor(transparent)]
+pub struct DeviceId(#[n(0)] pub u32);
 
 /// The memory of one local rank.
 #[derive(Clone, Debug)]

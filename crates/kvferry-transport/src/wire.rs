@@ -1,4 +1,4 @@
-//! What goes over sockets: the hello of `tcp` and `shm`, and the frames of `tcp`. Parsing is pure and bounded.
+//! What goes over sockets: the hello of all back ends that have some, and the frames of `tcp`. Parsing is pure and bounded.
 //!
 //! A hello is [`MAGIC`], a length and a CBOR map, both ways. A frame is the length of its header, the length of its
 //! payload, the header as a CBOR map, the payload. Unknown keys of maps are ignored. Numbers outside CBOR are
@@ -150,16 +150,16 @@ fn len32(bytes: &[u8]) -> [u8; 4] {
 }
 
 /// A length in front of a message or header, if it is sane.
-pub(crate) fn message_len(bytes: [u8; 4]) -> Option<usize> {
+pub(crate) fn message_len(bytes: [u8; 4], most: u32) -> Option<usize> {
     let len = u32::from_le_bytes(bytes);
-    (1..=MAX_HEADER).contains(&len).then_some(len as usize)
+    (1..=most).contains(&len).then_some(len as usize)
 }
 
 /// The lengths of header and payload in front of a frame, if they are sane.
 pub(crate) fn frame_lens(bytes: [u8; 8]) -> Option<(usize, u32)> {
     let [a, b, c, d, e, f, g, h] = bytes;
     let payload = u32::from_le_bytes([e, f, g, h]);
-    Some((message_len([a, b, c, d])?, payload)).filter(|_| u64::from(payload) <= MAX_PAYLOAD)
+    Some((message_len([a, b, c, d], MAX_HEADER)?, payload)).filter(|_| u64::from(payload) <= MAX_PAYLOAD)
 }
 
 /// Decodes a message that fills `bytes`.

@@ -11,23 +11,23 @@ const STEP: usize = 512;
 /// Bytes of the widest element.
 const WIDEST: usize = 4;
 
-/// Reads a piece that becomes `len` bytes, packs it into `into` (of as many bytes) and digests it.
+/// Reads a piece that becomes `len` bytes, packs it at `to` unless that is null, and digests it.
 ///
 /// # Safety
-/// As many bytes as become `len` may be read from `from`.
+/// As many bytes as become `len` may be read from `from`, and `len` written to `to` unless it is null.
 pub(super) unsafe fn read(
     cast: Cast,
     from: *const u8,
+    to: *mut u8,
     len: usize,
-    mut into: Option<&mut [u8]>,
     mut hasher: Option<&mut RowHasher>,
 ) {
     let mut done = 0;
-    // SAFETY: the caller's promise; what is digested is memory of `steps`, and nothing is copied with it.
+    // SAFETY: the caller's promise; `bytes` are memory of `steps`, `len` in all, and are digested without a copy.
     unsafe {
         steps(cast, from, len, |bytes| {
-            if let Some(into) = &mut into {
-                into[done..][..bytes.len()].copy_from_slice(bytes);
+            if !to.is_null() {
+                std::ptr::copy_nonoverlapping(bytes.as_ptr(), to.add(done), bytes.len());
             }
             if let Some(hasher) = &mut hasher {
                 hasher.take(bytes.as_ptr(), std::ptr::null_mut(), bytes.len(), 0);

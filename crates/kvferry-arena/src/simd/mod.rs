@@ -13,7 +13,7 @@ use kvferry_plan::{Bytes, Cast, StridedMove, Strides};
 
 pub use xxh3::RowHasher;
 
-use crate::{ArenaError, Pieces, mmap::Mapping};
+use crate::{ArenaError, Packed, PackedMut, Pieces, mmap::Mapping};
 
 /// How [`crate::copy_in_turns`] writes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -153,7 +153,7 @@ pub(crate) struct Read<'a> {
     pub(crate) pieces: Pieces,
     pub(crate) cast: Option<Cast>,
     /// Exactly as many bytes as [`packed`] says.
-    pub(crate) into: Option<&'a mut [u8]>,
+    pub(crate) into: Option<PackedMut<'a>>,
     pub(crate) hasher: Option<&'a mut RowHasher>,
 }
 
@@ -179,13 +179,14 @@ pub(crate) fn read(src: &Mapping, reads: &mut [Read<'_>]) -> Result<(), ArenaErr
             let Pieces { strides, rows, len, .. } = **pieces;
             let (b, i, len) = (n / rows as usize, n % rows as usize, len.index());
             let from = base.wrapping_add(b * strides.block.index() + i * strides.row.index());
-            let into = into.as_mut().map(|into| &mut into[n * *each..][..*each]);
+            // Sized above: piece `n` has its place.
+            let to =
+                into.as_mut().map_or(std::ptr::null_mut(), |into| into.as_mut_ptr().wrapping_add(n * *each));
             if let Some(cast) = *cast {
-                // SAFETY: the extent of all pieces was checked.
-                unsafe { converted::read(cast, from, *each, into, hasher.as_deref_mut()) };
+                // SAFETY: the extent of all pieces was checked; `to` is null, or exclusive memory of `each` bytes.
+                unsafe { converted::read(cast, from, to, *each, hasher.as_deref_mut()) };
                 continue;
             }
-            let to = into.map_or(std::ptr::null_mut(), <[u8]>::as_mut_ptr);
             // SAFETY: the extent of all pieces was checked; `to` is exclusive memory that is not part of the mapping.
             unsafe {
                 match hasher {
@@ -214,22 +215,23 @@ unsafe fn pack(from: *const u8, to: *mut u8, len: usize, ahead: isize) {
 }
 
 /// Writes packed `data` to `pieces`.
-pub(crate) fn scatter(dst: &Mapping, pieces: &Pieces, data: &[u8]) -> Result<(), ArenaError> {
+pub(crate) fn scatter(dst: &Mapping, pieces: &Pieces, data: Packed<'_>) -> Result<(), ArenaError> {
     sized(pieces.bytes(), data.len())?;
     let Pieces { strides, len, rows, blocks } = *pieces;
-    if data.is_empty() {
+    if data.len() == 0 {
         return Ok(());
     }
     let to = dst.target(strides.offset, extent(&strides, len, rows, blocks)?)?;
     let len = len.index();
     let ahead = ahead(&strides, rows, blocks);
-    for (n, piece) in data.chunks_exact(len).enumerate() {
+    for n in 0..data.len() / len {
         let (b, i) = (n / rows as usize, n % rows as usize);
-        // SAFETY: the extent of all pieces was checked; `piece` is borrowed memory that is not part of the mapping.
+        // SAFETY: the extent of all pieces was checked, and that `data` has `len` bytes for each; `data` is borrowed
+        // memory that is not part of the mapping.
         unsafe {
             let at = to.add(b * strides.block.index() + i * strides.row.index());
             fetch(at.wrapping_offset(ahead), len);
-            std::ptr::copy_nonoverlapping(piece.as_ptr(), at, len);
+            std::ptr::copy_nonoverlapping(data.as_ptr().add(n * len), at, len);
         }
     }
     Ok(())

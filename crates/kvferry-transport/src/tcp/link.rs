@@ -1,17 +1,18 @@
 //! The pushing end of a connection.
 
-use std::{collections::VecDeque, io, sync::Arc};
+use std::{collections::VecDeque, io, ops::Range, sync::Arc};
 
-use kvferry_plan::RoomKey;
+use kvferry_arena::PackedMut;
+use kvferry_plan::{Bytes, RoomKey};
 
 use crate::{
     Done, Job, Link, TransportError,
     local::Local,
-    push::{Sink, push},
+    push::{Frame, Sink, push},
     queue::{Queue, Stop},
     socket::{Lost, Socket},
     stats::add,
-    wire::{self, Answer, Body, Header, LegId, Units},
+    wire::{self, Answer, Body, Header, LegId},
 };
 
 /// Starts the link's thread.
@@ -26,13 +27,13 @@ pub(super) fn open(socket: Socket, endpoint: String, local: Arc<Local>) -> io::R
         ticket: 0,
         due: VecDeque::new(),
         broken: false,
+        stage: Vec::new(),
     };
     let arenas = Arc::clone(&local);
-    let mut stages = Vec::new();
     let run = move |job: &Job, stop: &Stop| {
         let arena = arenas.arena(job.source)?;
         sink.check()?;
-        let outcome = push(job, &arena, &mut sink, stop, &mut stages);
+        let outcome = push(job, &arena, &mut sink, stop);
         // Closing breaks the connection; that is not the peer's fault.
         if outcome.is_err() {
             stop.check()?;
@@ -75,6 +76,8 @@ struct ToTcp {
     due: VecDeque<u64>,
     /// After a failure nobody knows where in a frame the peer is.
     broken: bool,
+    /// The frames of a turn; only grows.
+    stage: Vec<u8>,
 }
 
 impl ToTcp {
@@ -94,29 +97,39 @@ impl ToTcp {
         })
     }
 
-    fn send(&mut self, leg: &LegId, body: Body, payload: &[u8]) -> Result<(), TransportError> {
-        let head = wire::frame(&Header { leg: *leg, body }, payload.len());
-        let sent = self.socket.send(&head, payload);
+    fn frame(&mut self, header: &Header, at: Range<usize>) -> Result<(), TransportError> {
+        let payload = self.stage.get(at).unwrap_or_default();
+        let sent = self.socket.send(&wire::frame(header, payload.len()), payload);
         self.sure(sent)
     }
 }
 
 impl Sink for ToTcp {
-    fn units(&mut self, leg: &LegId, units: &Units, payload: &[u8]) -> Result<(), TransportError> {
-        self.send(leg, Body::Units(*units), payload)?;
-        add(&self.local.counters.sent, payload.len() as u64);
+    fn stage(&mut self, len: Bytes, _: &Stop) -> Result<PackedMut<'_>, TransportError> {
+        if self.stage.len() < len.index() {
+            self.stage.resize(len.index(), 0);
+        }
+        Ok(self.stage[..len.index()].as_mut().into())
+    }
+
+    fn send(&mut self, frames: &[Frame], stop: &Stop) -> Result<(), TransportError> {
+        for Frame { leg, units, at, .. } in frames {
+            stop.check()?;
+            self.frame(&Header { leg: *leg, body: Body::Units(*units) }, at.clone())?;
+            add(&self.local.counters.sent, at.len() as u64);
+        }
         Ok(())
     }
 
-    fn end(&mut self, leg: &LegId) -> Result<u64, TransportError> {
+    fn end(&mut self, leg: &LegId, _: &Stop) -> Result<u64, TransportError> {
         let ticket = self.ticket;
         self.ticket += 1;
-        self.send(leg, Body::End(ticket), &[])?;
+        self.frame(&Header { leg: *leg, body: Body::End(ticket) }, 0..0)?;
         self.due.push_back(ticket);
         Ok(ticket)
     }
 
-    fn settle(&mut self, job: &Job, first: u64) -> Result<(), TransportError> {
+    fn settle(&mut self, job: &Job, first: u64, _: &Stop) -> Result<(), TransportError> {
         let mut refused = None;
         while let Some(ticket) = self.due.pop_front() {
             let answer = self.socket.message::<Answer>();

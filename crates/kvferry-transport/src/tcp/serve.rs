@@ -61,7 +61,7 @@ fn frame(socket: &Socket, inbound: &mut Inbound, stage: &mut Vec<u8>) -> Result<
                 Left::ToLand => {
                     let payload = room(stage, payload as usize);
                     socket.fill(payload, false)?;
-                    inbound.land(&units, payload);
+                    inbound.land(&units, (&*payload).into());
                 }
                 Left::Dropped(left) => drain(socket, left, stage)?,
             }

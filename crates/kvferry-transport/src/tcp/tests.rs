@@ -131,7 +131,7 @@ impl World {
 fn message<T: for<'b> minicbor::Decode<'b, ()>>(stream: &mut TcpStream) -> T {
     let mut len = [0; 4];
     stream.read_exact(&mut len).unwrap();
-    let mut bytes = vec![0; wire::message_len(len).unwrap()];
+    let mut bytes = vec![0; wire::message_len(len, wire::MAX_HEADER).unwrap()];
     stream.read_exact(&mut bytes).unwrap();
     wire::decode(&bytes).unwrap()
 }

@@ -1,0 +1,288 @@
+//! The target's landing slots: who may write which, and when one may be written by somebody else.
+//!
+//! A slot that was granted is free again when its writer says that nothing is on its way to it any more. When the
+//! connection ends before, the slot is *fenced off*: until the writer says so on another connection, or its process is
+//! seen to have ended, or the agent is closed, which ends the bank. Time frees nothing.
+
+use std::{
+    sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError},
+    time::Duration,
+};
+
+use kvferry_arena::Buffer;
+use kvferry_plan::{Bytes, Incarnation};
+
+use super::{engine::BlockSpan, wire::SlotRef, witness::Witness};
+use crate::{
+    local::lock,
+    stats::{Counters, Gauge},
+};
+
+/// What asking for a slot gives.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) enum Taken {
+    Slot(SlotRef),
+    /// None now.
+    None,
+    /// None ever: all are fenced off, or the bank is closed.
+    Spent,
+}
+
+#[derive(Debug)]
+enum Slot {
+    Free,
+    Held(Holder),
+    Fenced(Holder, Option<Arc<Witness>>),
+}
+
+#[derive(Debug)]
+struct Holder {
+    peer: Incarnation,
+    serial: u64,
+    _gauge: Gauge,
+}
+
+impl Slot {
+    fn holder(&self) -> Option<&Holder> {
+        match self {
+            Self::Free => None,
+            Self::Held(holder) | Self::Fenced(holder, _) => Some(holder),
+        }
+    }
+
+    fn is_of(&self, peer: Incarnation, serial: u64) -> bool {
+        self.holder().is_some_and(|holder| (holder.peer, holder.serial) == (peer, serial))
+    }
+
+    /// True for one whose writer has ended.
+    fn orphaned(&self) -> bool {
+        matches!(self, Self::Fenced(_, Some(witness)) if witness.gone())
+    }
+}
+
+#[derive(Debug)]
+struct State {
+    slots: Vec<Slot>,
+    /// Peers without a slot that wait for one; they come first.
+    waiting: u32,
+    serial: u64,
+    closed: bool,
+}
+
+/// The landing slots of an agent.
+#[derive(Debug)]
+pub(super) struct Bank {
+    era: u64,
+    pub(super) buffer: Arc<Buffer>,
+    pub(super) span: BlockSpan,
+    pub(super) each: Bytes,
+    state: Mutex<State>,
+    freed: Condvar,
+    counters: Arc<Counters>,
+}
+
+impl Bank {
+    /// `buffer` is registered as `span`.
+    pub(super) fn new(
+        era: u64,
+        buffer: Arc<Buffer>,
+        span: BlockSpan,
+        each: Bytes,
+        counters: &Arc<Counters>,
+    ) -> Self {
+        let count = buffer.len().0 / each.0.max(1);
+        let slots = (0..count).map(|_| Slot::Free).collect();
+        let state = Mutex::new(State { slots, waiting: 0, serial: 0, closed: false });
+        Self { era, buffer, span, each, state, freed: Condvar::new(), counters: Arc::clone(counters) }
+    }
+
+    /// A slot for `peer`. Who has none waits for as long as `wait`; who has some gets another one only when nobody waits.
+    pub(super) fn take(&self, peer: Incarnation, has_some: bool, wait: Duration) -> Taken {
+        let mut state = lock(&self.state);
+        if !has_some && !state.closed && free(&mut state).is_none() {
+            state.waiting += 1;
+            let none = |state: &mut State| !state.closed && free(state).is_none() && !spent(state);
+            (state, _) =
+                self.freed.wait_timeout_while(state, wait, none).unwrap_or_else(PoisonError::into_inner);
+            state.waiting -= 1;
+        }
+        let first_come = !has_some || state.waiting == 0;
+        if state.closed {
+            return Taken::Spent;
+        }
+        match free(&mut state).filter(|_| first_come) {
+            Some(index) => self.hold(&mut state, index, peer),
+            None if spent(&state) => Taken::Spent,
+            None => Taken::None,
+        }
+    }
+
+    fn hold(&self, state: &mut MutexGuard<'_, State>, index: usize, peer: Incarnation) -> Taken {
+        state.serial += 1;
+        let serial = state.serial;
+        if let Some(slot) = state.slots.get_mut(index) {
+            *slot = Slot::Held(Holder { peer, serial, _gauge: Gauge::new(&self.counters, |c| &c.slots) });
+        }
+        Taken::Slot(SlotRef { era: self.era, index: u32::try_from(index).unwrap_or(u32::MAX), serial })
+    }
+
+    /// `peer` says that nothing is on its way to a slot of its own. Without effect on any other.
+    pub(super) fn settle(&self, slot: SlotRef, peer: Incarnation) {
+        let mut state = lock(&self.state);
+        if let Some(slot) = self.at(&mut state, slot, peer) {
+            *slot = Slot::Free;
+            self.freed.notify_all();
+        }
+    }
+
+    /// The connection of `peer` has ended, and what it still writes nobody knows.
+    pub(super) fn fence(&self, slots: &[SlotRef], peer: Incarnation, witness: Option<&Arc<Witness>>) {
+        let mut state = lock(&self.state);
+        for slot in slots {
+            if let Some(slot) = self.at(&mut state, *slot, peer)
+                && matches!(slot, Slot::Held(_))
+                && let Slot::Held(Holder { peer, serial, .. }) = std::mem::replace(slot, Slot::Free)
+            {
+                let gauge = Gauge::new(&self.counters, |c| &c.fenced);
+                *slot = Slot::Fenced(Holder { peer, serial, _gauge: gauge }, witness.cloned());
+            }
+        }
+        // Maybe all of them are now.
+        self.freed.notify_all();
+    }
+
+    fn at<'a>(
+        &self,
+        state: &'a mut MutexGuard<'_, State>,
+        slot: SlotRef,
+        peer: Incarnation,
+    ) -> Option<&'a mut Slot> {
+        let found = state.slots.get_mut(slot.index as usize)?;
+        (slot.era == self.era && found.is_of(peer, slot.serial)).then_some(found)
+    }
+
+    /// Ends the bank with its agent. True when no writer can reach its memory.
+    pub(super) fn close(&self) -> bool {
+        let mut state = lock(&self.state);
+        state.closed = true;
+        self.freed.notify_all();
+        drop(state);
+        self.unreachable()
+    }
+
+    /// True when no writer can reach its memory.
+    pub(super) fn unreachable(&self) -> bool {
+        let mut state = lock(&self.state);
+        reclaim(&mut state);
+        state.slots.iter().all(|slot| matches!(slot, Slot::Free))
+    }
+}
+
+/// A free slot, after a look at whose writers have ended.
+fn free(state: &mut State) -> Option<usize> {
+    let any = |state: &State| state.slots.iter().position(|slot| matches!(slot, Slot::Free));
+    any(state).or_else(|| {
+        reclaim(state);
+        any(state)
+    })
+}
+
+fn reclaim(state: &mut State) {
+    for slot in state.slots.iter_mut().filter(|slot| slot.orphaned()) {
+        *slot = Slot::Free;
+    }
+}
+
+/// True when all are fenced off.
+fn spent(state: &State) -> bool {
+    state.slots.iter().all(|slot| matches!(slot, Slot::Fenced(..)))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::process::Command;
+
+    use super::{super::witness::ProcessId, *};
+    use crate::{DeviceId, MemoryKind};
+
+    const A: Incarnation = Incarnation { started_ms: 1, nonce: 1 };
+    const B: Incarnation = Incarnation { started_ms: 2, nonce: 2 };
+    const NOW: Duration = Duration::ZERO;
+
+    fn bank(slots: u64) -> Bank {
+        let buffer = Arc::new(Buffer::new("test", Bytes(slots * 4096)).unwrap());
+        let span = BlockSpan {
+            address: buffer.address(),
+            len: buffer.len(),
+            kind: MemoryKind::Host,
+            device: DeviceId(0),
+        };
+        Bank::new(1, buffer, span, Bytes(4096), &Arc::default())
+    }
+
+    fn slot(taken: Taken) -> SlotRef {
+        match taken {
+            Taken::Slot(slot) => slot,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    #[test]
+    fn only_the_writer_settles_a_slot() {
+        let bank = bank(1);
+        let held = slot(bank.take(A, false, NOW));
+        let wrong = [
+            (held, B),
+            (SlotRef { serial: held.serial + 1, ..held }, A),
+            (SlotRef { era: 2, ..held }, A),
+            (SlotRef { index: 7, ..held }, A),
+        ];
+        for (slot, peer) in wrong {
+            bank.settle(slot, peer);
+            assert_eq!(bank.take(B, false, NOW), Taken::None);
+        }
+        bank.settle(held, A);
+        let next = slot(bank.take(B, false, NOW));
+        // What came twice is of no effect.
+        bank.settle(held, A);
+        assert_eq!((next.index, bank.take(A, false, NOW)), (held.index, Taken::None));
+    }
+
+    #[test]
+    fn a_fence_lasts_until_the_writer_says_so_or_is_dead() {
+        let bank = bank(2);
+        let mut child = Command::new("sleep").arg("600").spawn().unwrap();
+        let witness = Witness::new(&ProcessId::of(child.id())).map(Arc::new);
+        assert!(witness.is_some());
+        let held = [slot(bank.take(A, false, NOW)), slot(bank.take(A, true, NOW))];
+        bank.fence(&held[..1], A, witness.as_ref());
+        assert_eq!(bank.take(B, false, NOW), Taken::None);
+        bank.fence(&held[1..], A, None);
+        assert_eq!(bank.take(B, false, NOW), Taken::Spent);
+        assert!(!bank.unreachable());
+        bank.settle(held[1], A);
+        let got = slot(bank.take(B, false, NOW));
+        assert_eq!(bank.take(B, true, NOW), Taken::None);
+        child.kill().unwrap();
+        child.wait().unwrap();
+        assert_eq!(slot(bank.take(B, true, NOW)).index, held[0].index);
+        assert!(!bank.close());
+        bank.settle(got, B);
+        assert_eq!(bank.take(A, false, NOW), Taken::Spent);
+    }
+
+    /// Who has a slot waits for nobody, and takes nothing from who has none.
+    #[test]
+    fn who_has_none_comes_first() {
+        let bank = Arc::new(bank(1));
+        let held = slot(bank.take(A, false, NOW));
+        let theirs = Arc::clone(&bank);
+        let waits = std::thread::spawn(move || theirs.take(B, false, Duration::from_secs(30)));
+        while lock(&bank.state).waiting == 0 {
+            std::thread::yield_now();
+        }
+        bank.settle(held, A);
+        assert!(matches!(bank.take(A, true, NOW), Taken::None));
+        assert!(matches!(waits.join().unwrap(), Taken::Slot(_)));
+    }
+}

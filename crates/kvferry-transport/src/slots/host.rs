@@ -1,0 +1,256 @@
+//! An instance's agent with the memory that it knows, and the next one when nothing of that can be used any more.
+
+use std::{
+    collections::BTreeMap,
+    sync::{
+        Arc, Mutex, MutexGuard, OnceLock,
+        atomic::{AtomicU64, Ordering},
+    },
+    time::Duration,
+};
+
+use kvferry_arena::Buffer;
+use kvferry_plan::{Bytes, Incarnation};
+use minicbor::bytes::ByteVec;
+
+use super::{
+    SlotOptions,
+    agent::Agent,
+    bank::Bank,
+    engine::{EngineError, StartEngine},
+    staging::{Block, Staging},
+    wire::{Memory, SlotRef},
+};
+use crate::{
+    TransportError,
+    local::{Local, lock},
+    stats::add,
+};
+
+/// An agent, its landing slots and its staging. Memory is taken when a role needs it.
+#[derive(Debug)]
+pub(super) struct Era {
+    pub(super) number: u64,
+    pub(super) agent: Agent,
+    bank: OnceLock<Arc<Bank>>,
+    staging: OnceLock<Arc<Staging>>,
+    /// Held by whoever takes memory.
+    taking: Mutex<()>,
+}
+
+/// What earlier links to a peer have left: writes that have not settled, and slots that it may have back.
+#[derive(Debug, Default)]
+struct Left {
+    moving: u32,
+    settled: Vec<SlotRef>,
+}
+
+/// The agents of an instance, one at a time.
+pub(super) struct Host {
+    pub(super) local: Arc<Local>,
+    pub(super) options: SlotOptions,
+    scheme: &'static str,
+    start: StartEngine,
+    /// `None` once closed.
+    current: Mutex<Option<Arc<Era>>>,
+    /// Landing slots of closed agents.
+    retired: Mutex<Vec<Arc<Bank>>>,
+    left: Mutex<BTreeMap<Incarnation, Left>>,
+    openings: AtomicU64,
+}
+
+impl std::fmt::Debug for Host {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Host").field("options", &self.options).finish_non_exhaustive()
+    }
+}
+
+impl Host {
+    pub(super) fn new(
+        local: Arc<Local>,
+        options: SlotOptions,
+        scheme: &'static str,
+        start: StartEngine,
+    ) -> Result<Self, TransportError> {
+        let host = Self {
+            local,
+            options,
+            scheme,
+            start,
+            current: Mutex::default(),
+            retired: Mutex::default(),
+            left: Mutex::default(),
+            openings: AtomicU64::new(0),
+        };
+        *lock(&host.current) = Some(host.era_of(1)?);
+        Ok(host)
+    }
+
+    fn era_of(&self, number: u64) -> Result<Arc<Era>, TransportError> {
+        let engine = (self.start)()?;
+        let agent = Agent::start(&format!("kvferry-{}", self.scheme), engine)
+            .map_err(|source| TransportError::Io { action: "start a thread", source })?;
+        Ok(Arc::new(Era {
+            number,
+            agent,
+            bank: OnceLock::new(),
+            staging: OnceLock::new(),
+            taking: Mutex::default(),
+        }))
+    }
+
+    /// The agent of now.
+    pub(super) fn era(&self) -> Result<Arc<Era>, TransportError> {
+        lock(&self.current).clone().ok_or(TransportError::Closed)
+    }
+
+    /// The agent after `spent`, which is closed: a new one, unless somebody has asked already.
+    pub(super) fn renewed(&self, spent: &Era) -> Result<Arc<Era>, TransportError> {
+        let mut current = lock(&self.current);
+        let now = current.clone().ok_or(TransportError::Closed)?;
+        if now.number != spent.number {
+            return Ok(now);
+        }
+        let kept = self.reachable().len();
+        if kept >= self.options.kept as usize {
+            return Err(EngineError::Failed {
+                engine: self.scheme,
+                action: "be started again",
+                reason: format!(
+                    "{kept} earlier landing areas are still reachable for writers that neither settled nor \
+                     ended; end the processes that hang, or restart this instance"
+                ),
+            }
+            .into());
+        }
+        let next = self.era_of(now.number + 1)?;
+        tracing::warn!(
+            engine = self.scheme,
+            "all slots are fenced off: the agent starts again with other memory"
+        );
+        *current = Some(Arc::clone(&next));
+        self.retire(&now);
+        add(&self.local.counters.renewed, 1);
+        Ok(next)
+    }
+
+    /// Closes an agent and keeps its memory for as long as somebody may write it.
+    fn retire(&self, era: &Era) {
+        era.agent.close();
+        if let Some(bank) = era.bank.get()
+            && !bank.close()
+        {
+            lock(&self.retired).push(Arc::clone(bank));
+        }
+    }
+
+    /// Landing memory of closed agents that somebody may still write.
+    fn reachable(&self) -> MutexGuard<'_, Vec<Arc<Bank>>> {
+        let mut retired = lock(&self.retired);
+        retired.retain(|bank| !bank.unreachable());
+        retired
+    }
+
+    /// Ends the agent. Memory that somebody may still write stays with the process.
+    pub(super) fn close(&self) {
+        let era = lock(&self.current).take();
+        if let Some(era) = era {
+            self.retire(&era);
+        }
+        for bank in self.reachable().drain(..) {
+            // Never unmapped: another mapping at its address would be written.
+            std::mem::forget(Arc::clone(&bank.buffer));
+        }
+    }
+
+    fn area(&self, count: u32, era: &Era) -> Result<(Arc<Buffer>, super::engine::BlockSpan), TransportError> {
+        let len = Bytes(self.options.slot.0.saturating_mul(u64::from(count)));
+        let buffer = Arc::new(Buffer::new(&format!("kvferry-{}", self.scheme), len)?);
+        let span = era.agent.register(Arc::clone(&buffer))?;
+        Ok((buffer, span))
+    }
+
+    /// The landing slots of an agent.
+    pub(super) fn bank<'a>(&self, era: &'a Era) -> Result<&'a Arc<Bank>, TransportError> {
+        let _taking = lock(&era.taking);
+        if let Some(bank) = era.bank.get() {
+            return Ok(bank);
+        }
+        let (buffer, span) = self.area(self.options.slots, era)?;
+        let bank = Bank::new(era.number, buffer, span, self.options.slot, &self.local.counters);
+        Ok(era.bank.get_or_init(|| Arc::new(bank)))
+    }
+
+    /// What a peer must know of them.
+    pub(super) fn memory(&self, era: &Era) -> Result<Memory, TransportError> {
+        let bank = self.bank(era)?;
+        let metadata = ByteVec::from(era.agent.metadata()?);
+        Ok(Memory { era: era.number, metadata, span: bank.span, slot: bank.each })
+    }
+
+    /// A block of an agent's staging, if one is free within `wait`.
+    pub(super) fn block(&self, era: &Era, wait: Duration) -> Result<Option<Block>, TransportError> {
+        let taking = lock(&era.taking);
+        let staging = match era.staging.get() {
+            Some(staging) => staging,
+            None => {
+                let (buffer, span) = self.area(self.options.staging, era)?;
+                let staging = Staging::new(buffer, span, self.options.slot, &self.local.counters);
+                era.staging.get_or_init(|| Arc::new(staging))
+            }
+        };
+        drop(taking);
+        Ok(staging.take(wait))
+    }
+
+    /// True when earlier links have left writes under way from all of the staging.
+    pub(super) fn stuck(&self) -> bool {
+        let moving: u32 = lock(&self.left).values().map(|left| left.moving).sum();
+        moving >= self.options.staging
+    }
+
+    /// Numbers the links that are opened.
+    pub(super) fn next_opening(&self) -> u64 {
+        self.openings.fetch_add(1, Ordering::Relaxed)
+    }
+
+    /// A link has ended with a write to `peer` under way.
+    pub(super) fn leave_moving(&self, peer: Incarnation) {
+        lock(&self.left).entry(peer).or_default().moving += 1;
+    }
+
+    /// Such a write has ended; its slot, if nothing is on its way to it any more.
+    pub(super) fn leave_ended(&self, peer: Incarnation, settled: Option<SlotRef>) {
+        let mut left = lock(&self.left);
+        let entry = left.entry(peer).or_default();
+        entry.moving = entry.moving.saturating_sub(1);
+        entry.settled.extend(settled);
+        if entry.moving == 0 && entry.settled.is_empty() {
+            left.remove(&peer);
+        }
+    }
+
+    /// A link has ended with slots of `peer` to which nothing is on its way.
+    pub(super) fn leave_settled(&self, peer: Incarnation, slots: impl Iterator<Item = SlotRef>) {
+        let slots: Vec<_> = slots.collect();
+        if !slots.is_empty() {
+            lock(&self.left).entry(peer).or_default().settled.extend(slots);
+        }
+    }
+
+    /// True while writes of earlier links to `peer` have not ended.
+    pub(super) fn has_moving(&self, peer: Incarnation) -> bool {
+        lock(&self.left).get(&peer).is_some_and(|left| left.moving > 0)
+    }
+
+    /// Slots that `peer` may have back.
+    pub(super) fn take_settled(&self, peer: Incarnation) -> Vec<SlotRef> {
+        let mut left = lock(&self.left);
+        let Some(entry) = left.get_mut(&peer) else { return Vec::new() };
+        let slots = std::mem::take(&mut entry.settled);
+        if entry.moving == 0 {
+            left.remove(&peer);
+        }
+        slots
+    }
+}
