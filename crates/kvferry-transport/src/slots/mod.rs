@@ -21,6 +21,8 @@ mod host;
 mod link;
 mod serve;
 mod staging;
+#[cfg(test)]
+mod tests;
 mod wire;
 mod witness;
 

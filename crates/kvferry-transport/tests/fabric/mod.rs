@@ -165,10 +165,10 @@ impl BlockEngine for Engine {
         let mut state = self.fabric.state();
         let from = find(self.memory.iter().cloned(), local).ok_or(failed("write"))?;
         let theirs = state.agents.get(&peer.0).ok_or(failed("write"))?;
+        let between = [self.owner, theirs.owner];
         let to = find(theirs.memory.iter().filter_map(Weak::upgrade), remote).ok_or(failed("write"))?;
         state.next += 1;
         let id = state.next;
-        let between = [self.owner, theirs.owner];
         let write = Write { between, from, to, len: local.len, done: Bytes(0) };
         state.writes.insert(id, write);
         Ok(WriteId(id))
