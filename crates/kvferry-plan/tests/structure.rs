@@ -9,13 +9,14 @@ use std::process::Command;
 use serde_json::Value;
 
 /// Crates from the bottom up, with what each may name; it may also use what those may use.
-const ARROWS: [(&str, &[&str]); 10] = [
+const ARROWS: [(&str, &[&str]); 11] = [
     ("kvferry-plan", &[]),
     ("kvferry-session", &["kvferry-plan"]),
     ("kvferry-arena", &["kvferry-plan"]),
     ("kvferry-transport", &["kvferry-arena"]),
+    ("kvferry-transport-nixl", &["kvferry-transport"]),
     ("kvferry-registry", &["kvferry-session"]),
-    ("kvferry-node", &["kvferry-session", "kvferry-transport", "kvferry-registry"]),
+    ("kvferry-node", &["kvferry-session", "kvferry-transport-nixl", "kvferry-registry"]),
     ("kvferry-engine", &["kvferry-arena"]),
     ("kvferry-server", &["kvferry-engine", "kvferry-node"]),
     ("kvferry", &["kvferry-server"]),
@@ -23,7 +24,7 @@ const ARROWS: [(&str, &[&str]); 10] = [
 ];
 
 /// The only crates with unsafe code, each in a few modules.
-const UNSAFE: [&str; 3] = ["kvferry-arena", "kvferry-transport", "kvferry-engine"];
+const UNSAFE: [&str; 3] = ["kvferry-arena", "kvferry-engine", "kvferry-transport-nixl"];
 
 const MAX_LINES: usize = 800;
 

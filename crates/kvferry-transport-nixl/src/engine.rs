@@ -1,0 +1,170 @@
+//! NIXL as an engine that moves blocks.
+
+#![forbid(unsafe_code)]
+
+use std::{
+    collections::BTreeMap,
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
+    time::{SystemTime, UNIX_EPOCH},
+};
+
+use kvferry_arena::Buffer;
+use kvferry_transport::{
+    DeviceId, MemoryKind,
+    slots::{BlockEngine, BlockSpan, EngineError, EnginePeer, Progress, WriteId},
+};
+
+use crate::{
+    ffi::{Agent, Request},
+    library,
+};
+
+/// An agent of NIXL.
+#[derive(Debug)]
+pub struct NixlEngine {
+    agent: Agent,
+    /// Everything is numbered by one count.
+    next: u64,
+    peers: BTreeMap<EnginePeer, Peer>,
+    writes: BTreeMap<WriteId, (EnginePeer, Request)>,
+}
+
+/// Another agent. Metadata of one name is taken in as often as it comes, and given up when nobody uses it.
+#[derive(Debug)]
+struct Peer {
+    name: String,
+    /// Connections and writes.
+    users: u32,
+}
+
+impl NixlEngine {
+    /// Starts an agent under a name that none had before, so that nobody takes it for an earlier one.
+    ///
+    /// # Errors
+    /// [`EngineError::Missing`] without the library, [`EngineError::Failed`] when its UCX does not start.
+    pub fn new() -> Result<Self, EngineError> {
+        static STARTED: AtomicU64 = AtomicU64::new(0);
+        let number = STARTED.fetch_add(1, Ordering::Relaxed);
+        let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        let name = format!("kvferry-{}-{:x}-{number}", std::process::id(), since.as_nanos());
+        let (_, api) = library::load()?;
+        let agent = Agent::new(api, &name)?;
+        Ok(Self { agent, next: 0, peers: BTreeMap::new(), writes: BTreeMap::new() })
+    }
+
+    fn number(&mut self) -> u64 {
+        self.next += 1;
+        self.next
+    }
+
+    fn peer(&mut self, peer: EnginePeer) -> Result<&mut Peer, EngineError> {
+        self.peers.get_mut(&peer).ok_or(EngineError::Failed {
+            engine: "NIXL",
+            action: "write",
+            reason: "it was told to forget the peer".into(),
+        })
+    }
+
+    /// One user less.
+    fn leave(&mut self, peer: EnginePeer) {
+        let Some(known) = self.peers.get_mut(&peer) else { return };
+        known.users = known.users.saturating_sub(1);
+        if known.users == 0
+            && let Some(known) = self.peers.remove(&peer)
+        {
+            self.agent.invalidate(&known.name);
+        }
+    }
+}
+
+impl BlockEngine for NixlEngine {
+    fn register(
+        &mut self,
+        memory: Arc<Buffer>,
+        kind: MemoryKind,
+        device: DeviceId,
+    ) -> Result<BlockSpan, EngineError> {
+        let span = BlockSpan { address: memory.address(), len: memory.len(), kind, device };
+        match kind {
+            MemoryKind::Host => self.agent.register(memory, span)?,
+            other => {
+                return Err(EngineError::Failed {
+                    engine: "NIXL",
+                    action: "register memory",
+                    reason: format!("memory of kind {other:?} is not used yet; use host memory"),
+                });
+            }
+        }
+        Ok(span)
+    }
+
+    fn metadata(&mut self) -> Result<Vec<u8>, EngineError> {
+        self.agent.metadata()
+    }
+
+    fn connect(&mut self, metadata: &[u8]) -> Result<EnginePeer, EngineError> {
+        let name = self.agent.load(metadata)?;
+        let known = self.peers.iter_mut().find(|(_, known)| known.name == name);
+        if let Some((peer, known)) = known {
+            known.users += 1;
+            return Ok(*peer);
+        }
+        let peer = EnginePeer(self.number());
+        self.peers.insert(peer, Peer { name, users: 1 });
+        Ok(peer)
+    }
+
+    fn disconnect(&mut self, peer: EnginePeer) {
+        self.leave(peer);
+    }
+
+    fn write(
+        &mut self,
+        peer: EnginePeer,
+        local: BlockSpan,
+        remote: BlockSpan,
+    ) -> Result<WriteId, EngineError> {
+        let name = self.peer(peer)?.name.clone();
+        let request = self.agent.write(&name, local, remote)?;
+        self.peer(peer)?.users += 1;
+        let write = WriteId(self.number());
+        self.writes.insert(write, (peer, request));
+        Ok(write)
+    }
+
+    fn poll(&mut self, write: WriteId) -> Result<Progress, EngineError> {
+        let (_, request) = self.writes.get(&write).ok_or(EngineError::Failed {
+            engine: "NIXL",
+            action: "finish a write",
+            reason: "it was told to forget it".into(),
+        })?;
+        Ok(if self.agent.settled(request)? { Progress::Settled } else { Progress::Moving })
+    }
+
+    fn release(&mut self, write: WriteId) {
+        if let Some((peer, request)) = self.writes.remove(&write) {
+            self.agent.release(request);
+            self.leave(peer);
+        }
+    }
+
+    fn notify(&mut self, peer: EnginePeer, message: &[u8]) -> Result<(), EngineError> {
+        let name = self.peer(peer)?.name.clone();
+        self.agent.notify(&name, message)
+    }
+
+    fn notifications(&mut self) -> Result<Vec<Vec<u8>>, EngineError> {
+        self.agent.notifications()
+    }
+}
+
+impl Drop for NixlEngine {
+    fn drop(&mut self) {
+        for (_, request) in std::mem::take(&mut self.writes).into_values() {
+            self.agent.release(request);
+        }
+    }
+}
