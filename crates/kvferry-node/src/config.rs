@@ -4,9 +4,9 @@ use std::{net::SocketAddr, sync::Arc, time::Duration};
 
 use kvferry_arena::Arena;
 use kvferry_plan::{Descriptor, Incarnation, InstanceId, RankId};
-use kvferry_transport::{Inject, TransportKind};
+use kvferry_transport::Inject;
 
-use crate::SourceFault;
+use crate::{SourceFault, TransportKind};
 
 /// Bounds of a node.
 #[derive(Clone, Debug)]

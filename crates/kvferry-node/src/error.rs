@@ -4,7 +4,9 @@ use std::net::SocketAddr;
 
 use kvferry_plan::{Blame, InstanceId, Mismatch, RoomKey};
 use kvferry_session::{Cause, Side};
-use kvferry_transport::{TransportError, TransportKind};
+use kvferry_transport::TransportError;
+
+use crate::TransportKind;
 
 /// Why a node does not start.
 #[derive(Debug, thiserror::Error)]

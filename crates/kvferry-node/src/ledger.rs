@@ -26,6 +26,18 @@ pub struct Ledger {
     pub links: u64,
     /// Links accepted from peers.
     pub accepted: u64,
+    /// Landing slots that peers hold, on transports that have some.
+    #[serde(default)]
+    pub slots: u64,
+    /// Landing slots that nobody may have: what is still on its way to them is not known.
+    #[serde(default)]
+    pub fenced_slots: u64,
+    /// Blocks that are packed or on their way to landing slots.
+    #[serde(default)]
+    pub blocks: u64,
+    /// Times that an engine was started again since the start, because all of its slots were fenced off.
+    #[serde(default)]
+    pub renewed: u64,
     /// Payload bytes that landed in the pools since the start.
     pub landed: Bytes,
     /// Ended rooms that are remembered.
@@ -50,6 +62,7 @@ impl Ledger {
     /// True when no room holds anything.
     #[must_use]
     pub fn is_quiet(&self) -> bool {
-        [self.sending, self.receiving, self.waiting, self.leases, self.grants, self.jobs] == [0; 6]
+        let Self { sending, receiving, waiting, leases, grants, jobs, slots, blocks, .. } = *self;
+        [sending, receiving, waiting, leases, grants, jobs, slots, blocks] == [0; 8]
     }
 }

@@ -12,12 +12,13 @@ use std::{
 use kvferry_arena::Memory;
 use kvferry_plan::{Incarnation, InstanceId, PoolLayout, PoolSize, RankId, RoomKey};
 use kvferry_session::{Capabilities, Cause, Endpoint, Hello};
-use kvferry_transport::{Registration, Setup, TransportKind};
+use kvferry_transport::{Registration, Setup};
 use tokio::sync::{mpsc, oneshot};
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
 
 use crate::{
     Ledger, NodeConfig, NodeError, Observer, PeerAddr, Receive, ReceiveHandle, SourceHandle, SourceRoom,
+    TransportKind,
     connection::Listener,
     core::{Core, Event, Shared, Started},
 };
@@ -193,6 +194,10 @@ impl Node {
             ledger.links += stats.links;
             ledger.accepted += stats.connections;
             ledger.faults += stats.faults;
+            ledger.slots += stats.slots;
+            ledger.fenced_slots += stats.fenced;
+            ledger.blocks += stats.staged;
+            ledger.renewed += stats.renewed;
             ledger.landed.0 += stats.landed.0;
             for (how, n) in stats.ended() {
                 *ledger.broken.entry(format!("{}.{how}", transport.name())).or_default() += n;
@@ -233,7 +238,7 @@ fn check(config: &NodeConfig) -> Result<(u32, u32), NodeError> {
         return Err(NodeError::Config(text));
     }
     if config.transports.is_empty() {
-        return Err(NodeError::Config("no transport; name at least one of mem, shm and tcp".into()));
+        return Err(NodeError::Config("no transport; name at least one of mem, shm, tcp and nixl".into()));
     }
     let (pages, slots) = config.arenas.first().map_or((0, 0), |a| (a.layout().pages(), a.layout().slots()));
     // What a rank has of the pages of all.

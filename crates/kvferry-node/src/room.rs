@@ -4,11 +4,10 @@ use std::{fmt, time::Instant};
 
 use kvferry_plan::{Bytes, Incarnation, InstanceId, PageTable, RoomKey, SlotId, TokenRange};
 use kvferry_session::{Cause, CauseKind, FirstToken, Prompt, Side};
-use kvferry_transport::TransportKind;
 use serde::{Deserialize, Serialize};
 use tokio::sync::{mpsc, watch};
 
-use crate::{RoomError, core::Event};
+use crate::{RoomError, TransportKind, core::Event};
 
 /// A node as others address it: what a registry hands out.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]

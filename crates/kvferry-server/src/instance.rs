@@ -16,10 +16,10 @@ use axum::{
     routing::{delete, get, post},
 };
 use kvferry_engine::{Engine, EngineConfig, HandOff, Model, RoomLease};
-use kvferry_node::{Node, NodeConfig, Observer, SourceFault};
+use kvferry_node::{Node, NodeConfig, Observer, SourceFault, TransportKind};
 use kvferry_plan::{Blame, Bytes, Descriptor, Incarnation, InstanceId, LongestPrompt, RoomKey};
 use kvferry_registry::{Client, Guarded, Member, Registration, Role, State, bind_loopback};
-use kvferry_transport::{Inject, TransportKind};
+use kvferry_transport::Inject;
 use tokio::net::TcpListener;
 use tokio_util::{
     sync::CancellationToken,

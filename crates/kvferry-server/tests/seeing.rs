@@ -12,6 +12,7 @@ use std::{
 };
 
 use kvferry_engine::{EngineConfig, LoadOptions, Model, checkpoint};
+use kvferry_node::TransportKind;
 use kvferry_plan::{Attempt, InstanceId, RoomId, RoomKey};
 use kvferry_registry::{Role, bind_loopback, loopback_http};
 use kvferry_server::{
@@ -19,7 +20,6 @@ use kvferry_server::{
     PrefillRequest, Problem, SamplingSpec, Span, SpanValue, TraceContext, TraceSink, metrics_page,
     serve_registry,
 };
-use kvferry_transport::TransportKind;
 use serde_json::Value;
 use tokio_util::sync::CancellationToken;
 

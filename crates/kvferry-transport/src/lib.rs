@@ -51,6 +51,4 @@ pub use mem::Mem;
 pub use shm::Shm;
 pub use stats::TransportStats;
 pub use tcp::Tcp;
-pub use transport::{
-    DeviceId, Limits, Link, MemoryKind, Mover, PeerAddr, Registration, Setup, Transport, TransportKind,
-};
+pub use transport::{DeviceId, Limits, Link, MemoryKind, Mover, PeerAddr, Registration, Setup, Transport};

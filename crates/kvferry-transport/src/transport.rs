@@ -3,7 +3,6 @@
 use std::{
     fmt,
     net::{IpAddr, Ipv4Addr},
-    str::FromStr,
     sync::Arc,
     time::Duration,
 };
@@ -12,7 +11,7 @@ use kvferry_arena::Arena;
 use kvferry_plan::{Bytes, Descriptor, Generation, Incarnation, RankId, RoomKey};
 use minicbor::{Decode, Encode};
 
-use crate::{Done, Grant, Inject, Job, Mem, Shm, Tcp, TransportError, TransportStats};
+use crate::{Done, Grant, Inject, Job, TransportError, TransportStats};
 
 /// Who executes a job.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -196,54 +195,5 @@ impl Setup {
     #[must_use]
     pub fn new(incarnation: Incarnation) -> Self {
         Self { incarnation, bind: Ipv4Addr::LOCALHOST.into(), inject: None, limits: Limits::default() }
-    }
-}
-
-/// The back ends of this crate.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-#[non_exhaustive]
-pub enum TransportKind {
-    /// Both sides in one process.
-    Mem,
-    /// Two processes of one host.
-    Shm,
-    /// TCP.
-    Tcp,
-}
-
-impl TransportKind {
-    /// Starts this end.
-    ///
-    /// # Errors
-    /// As [`Tcp::new`] and [`Shm::new`].
-    pub fn start(self, setup: Setup) -> Result<Arc<dyn Transport>, TransportError> {
-        Ok(match self {
-            Self::Mem => Arc::new(Mem::new(setup)),
-            Self::Shm => Arc::new(Shm::new(setup)?),
-            Self::Tcp => Arc::new(Tcp::new(setup)?),
-        })
-    }
-}
-
-impl fmt::Display for TransportKind {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Mem => "mem",
-            Self::Shm => "shm",
-            Self::Tcp => "tcp",
-        })
-    }
-}
-
-impl FromStr for TransportKind {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, String> {
-        match text {
-            "mem" => Ok(Self::Mem),
-            "shm" => Ok(Self::Shm),
-            "tcp" => Ok(Self::Tcp),
-            _ => Err(format!("`{text}` is not a transport; use `mem`, `shm` or `tcp`")),
-        }
     }
 }

@@ -7,11 +7,7 @@ mod fabric;
 use std::{sync::Arc, time::Instant};
 
 use fabric::Fabric;
-use kvferry_transport::{TransportKind, contract};
-
-fn run(kind: TransportKind) {
-    check(&kind.to_string(), &|setup| kind.start(setup));
-}
+use kvferry_transport::{Mem, Shm, Tcp, contract};
 
 fn check(what: &str, start: contract::Start<'_>) {
     for (name, check) in contract::CHECKS {
@@ -30,15 +26,15 @@ fn slots() {
 
 #[test]
 fn mem() {
-    run(TransportKind::Mem);
+    check("mem", &|setup| Ok(Arc::new(Mem::new(setup))));
 }
 
 #[test]
 fn shm() {
-    run(TransportKind::Shm);
+    check("shm", &|setup| Ok(Arc::new(Shm::new(setup)?)));
 }
 
 #[test]
 fn tcp() {
-    run(TransportKind::Tcp);
+    check("tcp", &|setup| Ok(Arc::new(Tcp::new(setup)?)));
 }

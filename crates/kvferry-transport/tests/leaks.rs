@@ -3,9 +3,12 @@
 
 #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 
-use std::{fs, time::Duration};
+mod fabric;
 
-use kvferry_transport::{TransportKind, contract};
+use std::{fs, sync::Arc, time::Duration};
+
+use fabric::Fabric;
+use kvferry_transport::{Mem, Shm, Tcp, contract};
 
 fn count(what: &str) -> usize {
     fs::read_dir(format!("/proc/self/{what}")).unwrap().count()
@@ -13,14 +16,20 @@ fn count(what: &str) -> usize {
 
 #[test]
 fn nothing_leaks() {
-    for kind in [TransportKind::Mem, TransportKind::Shm, TransportKind::Tcp] {
-        let start = |setup| kind.start(setup);
-        contract::gone(&start);
+    let fabric = Fabric::default();
+    let starts: [(&str, contract::Start<'_>); 4] = [
+        ("mem", &|setup| Ok(Arc::new(Mem::new(setup)))),
+        ("shm", &|setup| Ok(Arc::new(Shm::new(setup)?))),
+        ("tcp", &|setup| Ok(Arc::new(Tcp::new(setup)?))),
+        ("slots", &|setup| Ok(Arc::new(fabric.start(setup, Fabric::options())?))),
+    ];
+    for (name, start) in starts {
+        contract::gone(start);
         let before = (count("task"), count("fd"));
         for _ in 0..5 {
-            contract::gone(&start);
-            contract::closed(&start);
-            contract::repeated(&start);
+            contract::gone(start);
+            contract::closed(start);
+            contract::repeated(start);
         }
         // A thread that has been joined may still be listed for a moment.
         let settled = (0..200).any(|_| {
@@ -29,7 +38,7 @@ fn nothing_leaks() {
         });
         assert!(
             settled,
-            "{kind}: {before:?} threads and descriptors became {:?}",
+            "{name}: {before:?} threads and descriptors became {:?}",
             (count("task"), count("fd"))
         );
     }

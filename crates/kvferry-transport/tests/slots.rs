@@ -15,7 +15,7 @@ use fabric::Fabric;
 use kvferry_arena::{Arena, Memory};
 use kvferry_plan::{
     Attempt, Bytes, CacheShape, Descriptor, Dtype, End, Generation, Incarnation, LayoutSpec, PROTOCOL,
-    PageTable, Pair, Placement, PoolLayout, RankId, RoomId, RoomKey, TokenRange,
+    PageTable, Pair, Placement, PoolLayout, RankId, RoomId, RoomKey, Rotation, TokenRange,
 };
 use kvferry_transport::{
     Grant, Job, Leg, LegReport, Limits, Link, Mem, PeerAddr, Registration, Setup, Transport, TransportError,
@@ -144,7 +144,15 @@ impl World {
             Leg { target: rank, plan, source_pages: Vec::new(), source_slot: None }
         };
         let legs = (0..self.pair.dst().ranks()).map(RankId).map(leg).collect();
-        let job = Job { key, generation: GENERATION, source: RankId(0), tokens, digest: true, legs };
+        let job = Job {
+            key,
+            generation: GENERATION,
+            source: RankId(0),
+            tokens,
+            rotation: Rotation(0),
+            digest: true,
+            legs,
+        };
         let (send, wait) = mpsc::channel();
         link.execute(job, Box::new(move |outcome| drop(send.send(outcome)))).unwrap();
         wait
@@ -218,7 +226,7 @@ fn a_source_that_goes_on_late_writes_to_no_page() {
     assert_eq!(hung.end.stats().staged, fenced);
     match world.open(&hung.end, &world.target) {
         Err(TransportError::PeerGone { reason, .. }) => {
-            assert!(reason.contains("still on their way"), "{reason}")
+            assert!(reason.contains("still on their way"), "{reason}");
         }
         other => panic!("opened: {other:?}"),
     }
@@ -289,7 +297,7 @@ fn kept_memory_is_bounded() {
     world.grant(&world.target, key, well.id);
     match world.start(&*link, key).recv_timeout(PATIENCE).unwrap() {
         Err(TransportError::PeerGone { reason, .. }) => {
-            assert!(reason.contains("restart this instance"), "{reason}")
+            assert!(reason.contains("restart this instance"), "{reason}");
         }
         other => panic!("{other:?}"),
     }

@@ -15,13 +15,14 @@ use kvferry_session::{
     Abort, Cause, CauseKind, Closed, Deadlines, FirstToken, Goodbye, Hello, Leg, Message, Mover, Open, Peer,
     Side, Time, Tombstones, WireError,
 };
-use kvferry_transport::{Landed, Transport, TransportKind};
+use kvferry_transport::{Landed, Transport};
 use tokio::sync::{mpsc, oneshot};
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
 
 use self::{source::SourceEntry, target::TargetEntry};
 use crate::{
     Ledger, Moment, Observer, PeerAddr, Receipt, Receive, SourceFault, SourceReceipt, SourceRoom,
+    TransportKind,
     config::Limits,
     connection::{ConnId, Gone, LastWords, News, Outbox, Remote},
     lane::Lane,

@@ -9,11 +9,10 @@ use kvferry_plan::{Bytes, PageTable, RankId, RoomKey, Rotation, SlotId, Token, T
 use kvferry_session::{
     Abort, Action, Cause, CauseKind, Message, Mover, Open, Outcome, PageRef, Peer, Sent, Side, Source, Time,
 };
-use kvferry_transport::TransportKind;
 
 use super::{Core, Shared, Timer, Waiting};
 use crate::{
-    Moment, RoomError, SourceReceipt, SourceRoom,
+    Moment, RoomError, SourceReceipt, SourceRoom, TransportKind,
     connection::ConnId,
     fault::misdealt,
     lane::{Half, Task},

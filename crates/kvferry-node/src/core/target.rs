@@ -7,11 +7,11 @@ use kvferry_session::{
     Abort, Action, Cause, CauseKind, Head, Message, Mover, Outcome, Peer, Received, Side, SourceProcess,
     Target, TargetRoom, Time,
 };
-use kvferry_transport::{Grant, Landed, Refusal, TransportError, TransportKind};
+use kvferry_transport::{Grant, Landed, Refusal, TransportError};
 
 use super::{Conn, Core, Event, Started, Timer};
 use crate::{
-    Moment, PeerAddr, Receipt, Receive, RoomError,
+    Moment, PeerAddr, Receipt, Receive, RoomError, TransportKind,
     connection::{ConnId, Connection, Gone},
     lane::{Half, Task},
     room::Slot,

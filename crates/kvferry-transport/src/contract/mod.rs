@@ -4,8 +4,8 @@
 //! public so that implementers of [`Transport`] elsewhere run the same checks, and may grow with each release.
 //!
 //! ```
-//! use kvferry_transport::{TransportKind, contract};
-//! contract::repeated(&|setup| TransportKind::Mem.start(setup));
+//! use kvferry_transport::{Mem, contract};
+//! contract::repeated(&|setup| Ok(std::sync::Arc::new(Mem::new(setup))));
 //! ```
 
 #![allow(clippy::expect_used, clippy::panic, clippy::unwrap_used, reason = "a failed check is a panic")]

@@ -10,7 +10,7 @@ use std::{
 };
 
 use kvferry_arena::Buffer;
-use kvferry_plan::{Attempt, Bytes, Generation, Incarnation, RankId, RoomId, RoomKey, TokenRange};
+use kvferry_plan::{Attempt, Bytes, Generation, Incarnation, RankId, RoomId, RoomKey, Rotation, TokenRange};
 use minicbor::bytes::ByteVec;
 
 use super::{
@@ -127,6 +127,7 @@ fn frame(len: u32) -> BlockFrame {
         source: RankId(0),
         target: RankId(0),
         tokens: TokenRange::new(0, 1),
+        rotation: Rotation(0),
     };
     BlockFrame { leg, units: Units { first: 0, count: 1, row: 0, rows: None }, len }
 }

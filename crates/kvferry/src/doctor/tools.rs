@@ -2,6 +2,7 @@
 
 use std::{process::Stdio, time::Duration};
 
+use kvferry_transport::slots::EngineError;
 use serde::Deserialize;
 use tokio::{process::Command, time::timeout};
 
@@ -18,7 +19,7 @@ def version(*names):
         try: return name + ' ' + m.version(name)
         except Exception: pass
 print(json.dumps({
-    'pip': version('pip'), 'nixl': version('nixl-cu12', 'nixl'), 'openai': version('openai'),
+    'pip': version('pip'), 'openai': version('openai'),
     'mooncake': version('mooncake-transfer-engine-non-cuda', 'mooncake-transfer-engine'),
 }))
 ";
@@ -28,7 +29,6 @@ print(json.dumps({
 #[serde(default)]
 struct Packages {
     pip: Option<String>,
-    nixl: Option<String>,
     mooncake: Option<String>,
     openai: Option<String>,
 }
@@ -55,7 +55,7 @@ pub(super) async fn look(offline: bool) -> Vec<Finding> {
         index,
         smollm2(has_model, reachable),
         others(),
-        nixl(&packages),
+        nixl(),
         mooncake(&packages),
         llama().await,
         openai(&packages),
@@ -133,10 +133,16 @@ fn extra(what: &'static str, found: Option<String>, what_for: &str, install: &st
     }
 }
 
-fn nixl(packages: &Packages) -> Finding {
-    let found = packages.nixl.as_ref().map(|name| format!("Python package {name}"));
-    let install = "python3 -m pip install --no-deps nixl-cu12==1.5.1";
-    extra("NIXL", found, "a transport of later versions will load it", install)
+/// What `--transport nixl` would load. It is loaded here, too: that it is there says nothing of whether it can be.
+fn nixl() -> Finding {
+    let says = match kvferry_transport_nixl::located() {
+        Ok(path) => {
+            return Finding::new("NIXL", State::Ok, format!("`--transport nixl` loads {}", path.display()));
+        }
+        Err(EngineError::Missing { reason, .. }) => format!("only `--transport nixl` needs it: {reason}"),
+        Err(error) => error.to_string(),
+    };
+    Finding::new("NIXL", State::Info, says).remedy("python3 -m pip install --no-deps nixl-cu12==1.5.1")
 }
 
 fn mooncake(packages: &Packages) -> Finding {

@@ -8,8 +8,8 @@ use std::{path::PathBuf, process::ExitCode, time::Duration};
 
 use clap::{Args, ValueEnum};
 use comfy_table::CellAlignment;
+use kvferry_node::TransportKind;
 use kvferry_plan::{CacheShape, LayerId, Part, PartShape};
-use kvferry_transport::TransportKind;
 use serde::Serialize;
 
 use super::{

@@ -8,14 +8,13 @@ use std::{
 };
 
 use kvferry_arena::{Arena, Memory, Side, digest_plans};
+use kvferry_node::TransportKind;
 use kvferry_plan::{
     Attempt, Blame, Bytes, CacheShape, Descriptor, Dtype, End, Generation, Incarnation, LayoutSpec, PROTOCOL,
     PageId, PageTable, Pair, Part, PartDigest, Placement, Plan, PoolLayout, PoolSize, RankId, RoomId,
     RoomKey, SlotId, TokenRange,
 };
-use kvferry_transport::{
-    Done, Grant, Job, Leg, Link, Mover, PeerAddr, Registration, Setup, Transport, TransportKind,
-};
+use kvferry_transport::{Done, Grant, Job, Leg, Link, Mover, PeerAddr, Registration, Setup, Transport};
 
 use crate::failure::Failure;
 

@@ -1,0 +1,64 @@
+//! The back ends that a node knows, by name.
+
+use std::{fmt, str::FromStr, sync::Arc};
+
+use kvferry_transport::{Mem, Setup, Shm, Tcp, Transport, TransportError, slots::SlotOptions};
+
+/// A way to move bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[non_exhaustive]
+pub enum TransportKind {
+    /// Both sides in one process.
+    Mem,
+    /// Two processes of one host.
+    Shm,
+    /// TCP.
+    Tcp,
+    /// NVIDIA NIXL, whose library is loaded when this is started.
+    Nixl,
+}
+
+impl TransportKind {
+    /// All of them.
+    pub const ALL: [Self; 4] = [Self::Mem, Self::Shm, Self::Tcp, Self::Nixl];
+
+    /// Starts this end.
+    ///
+    /// # Errors
+    /// As [`Tcp::new`], [`Shm::new`] and [`kvferry_transport_nixl::start`].
+    pub fn start(self, setup: Setup) -> Result<Arc<dyn Transport>, TransportError> {
+        Ok(match self {
+            Self::Mem => Arc::new(Mem::new(setup)),
+            Self::Shm => Arc::new(Shm::new(setup)?),
+            Self::Tcp => Arc::new(Tcp::new(setup)?),
+            Self::Nixl => Arc::new(kvferry_transport_nixl::start(setup, SlotOptions::default())?),
+        })
+    }
+}
+
+impl fmt::Display for TransportKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Mem => "mem",
+            Self::Shm => "shm",
+            Self::Tcp => "tcp",
+            Self::Nixl => "nixl",
+        })
+    }
+}
+
+impl FromStr for TransportKind {
+    type Err = String;
+
+    /// ```
+    /// use kvferry_node::TransportKind;
+    /// assert_eq!("nixl".parse(), Ok(TransportKind::Nixl));
+    /// assert!("rdma".parse::<TransportKind>().unwrap_err().contains("`shm`"));
+    /// ```
+    fn from_str(text: &str) -> Result<Self, String> {
+        Self::ALL.into_iter().find(|kind| kind.to_string() == text).ok_or_else(|| {
+            let names = Self::ALL.map(|kind| format!("`{kind}`")).join(", ");
+            format!("`{text}` is not a transport; use one of {names}")
+        })
+    }
+}
