@@ -208,8 +208,8 @@ pub(crate) struct DemoArgs {
     pub(crate) ignore_eos: bool,
     /// Run a set of cases instead of one pair and its prompts
     #[arg(long, value_enum, value_name = "SUITE", conflicts_with_all = ["prefill", "decode", "prompt", "prompt_tokens",
-          "max_tokens", "attention", "arith", "kv_dtype", "convert_kv", "max_model_len", "pool_tokens", "state_slots",
-          "no_prefix_cache"])]
+          "max_tokens", "attention", "arith", "kv_dtype", "convert_kv", "chunk", "max_model_len", "pool_tokens",
+          "state_slots", "no_prefix_cache"])]
     pub(crate) suite: Option<SuiteArg>,
     /// Only so much of the suite as takes seconds
     #[arg(long, requires = "suite")]

@@ -19,7 +19,7 @@ use super::{
     reference::Plan,
     report::{Finding, Outcome},
     suite::{
-        Answers, Judge, layout,
+        Answers, Judge, layout, own_models,
         report::{CaseReport, Refused},
     },
 };
@@ -45,6 +45,7 @@ const VIRTUAL_PAGE: usize = 256;
 
 /// Runs the suite; the exit status says whether every case was as it has to be.
 pub(crate) async fn run(args: DemoArgs) -> Result<ExitCode, Failure> {
+    own_models(&args)?;
     let progress = if args.json { Progress::Quiet } else { Progress::Shown };
     let sections = cases::all(args.quick);
     let mut suite = Suite::new(&args, PREFILL, DECODE);

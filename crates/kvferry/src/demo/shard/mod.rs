@@ -18,7 +18,7 @@ use super::{
     reference::Plan,
     report::{Finding, Outcome},
     suite::{
-        Answers, Judge, layout,
+        Answers, Judge, layout, own_models,
         report::{CaseReport, Refused},
     },
 };
@@ -39,6 +39,7 @@ const SETTLE: Duration = Duration::from_secs(5);
 
 /// Runs the suite; the exit status says whether every case was as it has to be.
 pub(crate) async fn run(args: DemoArgs) -> Result<ExitCode, Failure> {
+    own_models(&args)?;
     let progress = if args.json { Progress::Quiet } else { Progress::Shown };
     let smollm2 = match args.quick {
         true => None,

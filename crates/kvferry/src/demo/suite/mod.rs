@@ -39,6 +39,16 @@ impl Asked {
     }
 }
 
+/// Refuses a model, where a suite's cases are about its own.
+pub(super) fn own_models(args: &DemoArgs) -> Result<(), Failure> {
+    match &args.model {
+        None => Ok(()),
+        Some(model) => Err(Failure::caller(format!(
+            "--model {model}: the cases of this suite are about its own models; leave it out, or use --suite matrix"
+        ))),
+    }
+}
+
 /// A layout that a suite names.
 pub(super) fn layout(text: &str) -> Result<LayoutSpec, Failure> {
     text.parse().map_err(|e: kvferry_plan::SpecError| Failure::new(Blame::Us, e))
