@@ -67,6 +67,7 @@ api! {
     create_configured_agent(*const c_char, *const Config, *mut Handle);
     destroy_agent(Handle);
     create_params(*mut Handle);
+    params_add(Handle, *const c_char, *const c_char);
     destroy_params(Handle);
     create_backend(Handle, *const c_char, Handle, *mut Handle);
     destroy_backend(Handle);
@@ -176,15 +177,16 @@ pub(crate) struct Agent {
 unsafe impl Send for Agent {}
 
 impl Agent {
-    pub(crate) fn new(api: Arc<Api>, name: &str) -> Result<Self, EngineError> {
-        let name = text(name)?;
+    /// UCX is set up with `settings`, on top of its environment.
+    pub(crate) fn new(api: Arc<Api>, name: &str, settings: Option<&str>) -> Result<Self, EngineError> {
+        let (name, settings) = (text(name)?, settings.map(text).transpose()?);
         let config = Config {
             progress_thread: true,
             listen_thread: false,
             listen_port: 0,
             thread_sync: 0,
             workers: 1,
-            progress_delay_us: 1000,
+            progress_delay_us: 10_000,
             listen_delay_us: 0,
             telemetry: false,
         };
@@ -198,7 +200,12 @@ impl Agent {
             )?;
             let mut made = (api.create_params)(&raw mut params);
             if made == 0 {
-                made = (api.create_backend)(agent, c"UCX".as_ptr(), params, &raw mut backend);
+                if let Some(settings) = &settings {
+                    made = (api.params_add)(params, c"engine_config".as_ptr(), settings.as_ptr());
+                }
+                if made == 0 {
+                    made = (api.create_backend)(agent, c"UCX".as_ptr(), params, &raw mut backend);
+                }
                 (api.destroy_params)(params);
             }
             if made != 0 {

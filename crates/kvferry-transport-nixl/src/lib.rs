@@ -6,7 +6,8 @@
 //! (`VIRTUAL_ENV`), or by the loader. Nothing of it is needed to build this crate, and no Python runs.
 //!
 //! An agent uses NIXL's UCX backend on host memory. UCX takes its settings from the environment as usual:
-//! `UCX_TLS=tcp` keeps it off other processes' memory, where containers forbid that.
+//! `UCX_TLS=tcp` keeps it off other processes' memory, where containers forbid that. Only loopback is used unless
+//! `UCX_NET_DEVICES` says otherwise.
 //!
 //! *Not* for the grants, digests and fences that make such an engine safe to use: these are [`kvferry_transport`]'s.
 

@@ -181,6 +181,14 @@ impl Host {
         Ok(era.bank.get_or_init(|| Arc::new(bank)))
     }
 
+    /// `peer` says that nothing is on its way to a slot, of this agent or an earlier one.
+    pub(super) fn settle(&self, slot: SlotRef, peer: Incarnation) {
+        let era = lock(&self.current).clone();
+        for bank in lock(&self.retired).iter().chain(era.iter().filter_map(|era| era.bank.get())) {
+            bank.settle(slot, peer);
+        }
+    }
+
     /// What a peer must know of them.
     pub(super) fn memory(&self, era: &Era) -> Result<Memory, TransportError> {
         let bank = self.bank(era)?;

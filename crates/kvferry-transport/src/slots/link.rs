@@ -81,6 +81,7 @@ pub(super) fn open(
         flights: VecDeque::new(),
         slots: VecDeque::new(),
         asked: 0,
+        withdrawing: false,
         ticket: 0,
         due: VecDeque::new(),
         answers: VecDeque::new(),
@@ -176,6 +177,8 @@ struct Outbound {
     slots: VecDeque<SlotRef>,
     /// Asked for and not granted.
     asked: u32,
+    /// That was taken back, and the target has not confirmed it.
+    withdrawing: bool,
     /// Number of the next leg's end.
     ticket: u64,
     /// Legs that ended and are not answered, also of jobs that were cancelled.
@@ -225,8 +228,10 @@ impl Outbound {
     fn give_back(&mut self, stop: &Stop) -> Result<(), TransportError> {
         if self.asked > 0 {
             self.say(&Request::Withdraw)?;
+            self.withdrawing = true;
         }
-        while self.asked > 0 || !self.flights.is_empty() {
+        // A slot may be granted meanwhile; what the target says after that is of the next job.
+        while self.withdrawing || !self.flights.is_empty() {
             stop.closed()?;
             self.go_on()?;
         }
@@ -290,7 +295,7 @@ impl Outbound {
                 self.slots.push_back(slot);
             }
             Reply::Wait => {}
-            Reply::Withdrawn => self.asked = 0,
+            Reply::Withdrawn if self.withdrawing => (self.asked, self.withdrawing) = (0, false),
             Reply::Answer(answer) => self.answers.push_back(answer),
             Reply::Memory(memory) if self.slots.is_empty() && self.flights.is_empty() => {
                 self.era.agent.disconnect(self.remote);

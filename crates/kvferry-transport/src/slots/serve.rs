@@ -136,7 +136,7 @@ impl<'a> Serving<'a> {
             Request::Release(slots) => {
                 for slot in slots {
                     self.gives_up(slot);
-                    self.bank.settle(slot, self.peer);
+                    self.host.settle(slot, self.peer);
                 }
             }
             Request::End(leg, ticket) => {
