@@ -128,10 +128,31 @@ impl Api {
         if symbol(library, "nixl_capi_mem_free").is_some() {
             return Err(missing(format!("`{shown}` is of a later version than 1.5")));
         }
+        skip_destructors();
         // SAFETY: these are the functions of version 1.5, the only one with all of the names and without the one above.
         unsafe { Self::of(library) }
             .map_err(|name| missing(format!("`{shown}` has no function `{name}`: it is not of version 1.5")))
     }
+}
+
+unsafe extern "C" {
+    /// Of the C library that the package is built for.
+    fn on_exit(function: extern "C" fn(c_int, *mut c_void), argument: *mut c_void) -> c_int;
+}
+
+/// From now on the process ends without the destructors of libraries. The package brings a libnl of its own; where the
+/// system's RDMA libraries are installed too, theirs is loaded as well, and at the end a destructor of one finds the lists of
+/// the other: SIGSEGV, after all is done (as with the Python package).
+fn skip_destructors() {
+    extern "C" fn end(status: c_int, _: *mut c_void) {
+        // SAFETY: flushes what the C library still has to write, and ends.
+        unsafe {
+            libc::fflush(null_mut());
+            libc::_exit(status);
+        }
+    }
+    // SAFETY: `end` stays for as long as the process. Should it not be taken, a process ends as it would have.
+    unsafe { on_exit(end, null_mut()) };
 }
 
 /// What a status below 0 means.
