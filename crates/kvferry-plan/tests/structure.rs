@@ -9,14 +9,18 @@ use std::process::Command;
 use serde_json::Value;
 
 /// Crates from the bottom up, with what each may name; it may also use what those may use.
-const ARROWS: [(&str, &[&str]); 11] = [
+const ARROWS: [(&str, &[&str]); 12] = [
     ("kvferry-plan", &[]),
     ("kvferry-session", &["kvferry-plan"]),
     ("kvferry-arena", &["kvferry-plan"]),
     ("kvferry-transport", &["kvferry-arena"]),
+    ("kvferry-transport-mooncake", &["kvferry-transport"]),
     ("kvferry-transport-nixl", &["kvferry-transport"]),
     ("kvferry-registry", &["kvferry-session"]),
-    ("kvferry-node", &["kvferry-session", "kvferry-transport-nixl", "kvferry-registry"]),
+    (
+        "kvferry-node",
+        &["kvferry-session", "kvferry-transport-mooncake", "kvferry-transport-nixl", "kvferry-registry"],
+    ),
     ("kvferry-engine", &["kvferry-arena"]),
     ("kvferry-server", &["kvferry-engine", "kvferry-node"]),
     ("kvferry", &["kvferry-server"]),

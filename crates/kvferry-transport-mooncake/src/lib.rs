@@ -1,0 +1,28 @@
+//! The TCP protocol of [Mooncake's Transfer Engine](https://github.com/kvcache-ai/Mooncake), spoken natively.
+//!
+//! No code of Mooncake runs here: this is a peer of its engines, in both roles. A [`Peer`] is asked what it has, told
+//! things, and read and written over [`Lane`]s, many requests at a time. A [`Target`] is what other engines read and write: it
+//! listens on loopback only, and a whole request must be inside what its [`Ranges`] grant.
+//!
+//! The protocol has no authentication, and no written specification: [`wire`] says what is spoken, and the tests hold it
+//! against the engine of the Python package `mooncake-transfer-engine-non-cuda` 0.3.13.post1. Spoken is version 2, whose
+//! writes are acknowledged; that is Mooncake 0.3.12 and later. Earlier engines are refused by name.
+//!
+//! *Not* for RDMA, for memory of devices, or for metadata servers: peers are named by the address of their control port.
+
+#![forbid(unsafe_code)]
+
+mod error;
+mod lane;
+mod limits;
+mod peer;
+mod stream;
+mod target;
+pub mod wire;
+
+pub use error::MooncakeError;
+pub use lane::{Lane, Read, Write};
+pub use limits::Limits;
+pub use peer::Peer;
+pub use target::{Access, Ranges, Target, TargetStats};
+pub use wire::{Address, Description, Notification, Region};
