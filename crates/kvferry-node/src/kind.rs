@@ -16,22 +16,25 @@ pub enum TransportKind {
     Tcp,
     /// NVIDIA NIXL, whose library is loaded when this is started.
     Nixl,
+    /// Mooncake's TCP protocol.
+    MooncakeTcp,
 }
 
 impl TransportKind {
     /// All of them.
-    pub const ALL: [Self; 4] = [Self::Mem, Self::Shm, Self::Tcp, Self::Nixl];
+    pub const ALL: [Self; 5] = [Self::Mem, Self::Shm, Self::Tcp, Self::Nixl, Self::MooncakeTcp];
 
     /// Starts this end.
     ///
     /// # Errors
-    /// As [`Tcp::new`], [`Shm::new`] and [`kvferry_transport_nixl::start`].
+    /// As [`Tcp::new`], [`Shm::new`], [`kvferry_transport_nixl::start`] and [`kvferry_transport_mooncake::start`].
     pub fn start(self, setup: Setup) -> Result<Arc<dyn Transport>, TransportError> {
         Ok(match self {
             Self::Mem => Arc::new(Mem::new(setup)),
             Self::Shm => Arc::new(Shm::new(setup)?),
             Self::Tcp => Arc::new(Tcp::new(setup)?),
             Self::Nixl => Arc::new(kvferry_transport_nixl::start(setup, SlotOptions::default())?),
+            Self::MooncakeTcp => Arc::new(kvferry_transport_mooncake::start(setup, SlotOptions::default())?),
         })
     }
 }
@@ -43,6 +46,7 @@ impl fmt::Display for TransportKind {
             Self::Shm => "shm",
             Self::Tcp => "tcp",
             Self::Nixl => "nixl",
+            Self::MooncakeTcp => "mooncake-tcp",
         })
     }
 }

@@ -238,7 +238,9 @@ fn check(config: &NodeConfig) -> Result<(u32, u32), NodeError> {
         return Err(NodeError::Config(text));
     }
     if config.transports.is_empty() {
-        return Err(NodeError::Config("no transport; name at least one of mem, shm, tcp and nixl".into()));
+        return Err(NodeError::Config(
+            "no transport; name at least one of mem, shm, tcp, nixl and mooncake-tcp".into(),
+        ));
     }
     let (pages, slots) = config.arenas.first().map_or((0, 0), |a| (a.layout().pages(), a.layout().slots()));
     // What a rank has of the pages of all.

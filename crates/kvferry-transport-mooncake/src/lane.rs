@@ -75,6 +75,11 @@ impl Lane {
         self.run(|lane| lane.read_all(reads))
     }
 
+    /// To break it off from another thread.
+    pub(crate) fn hang_up(&self) -> Result<HangUp, MooncakeError> {
+        self.stream.try_clone().map(HangUp).map_err(|error| self.lost(error))
+    }
+
     fn run(&mut self, f: impl FnOnce(&mut Self) -> Result<(), MooncakeError>) -> Result<(), MooncakeError> {
         if self.closed {
             return Err(MooncakeError::Closed { peer: self.peer });
@@ -205,6 +210,16 @@ impl Lane {
 
     fn lost(&self, error: io::Error) -> MooncakeError {
         stream::lost(self.peer, self.stall, error)
+    }
+}
+
+/// Breaks off a lane.
+#[derive(Debug)]
+pub(crate) struct HangUp(TcpStream);
+
+impl HangUp {
+    pub(crate) fn hang_up(&self) {
+        let _ = self.0.shutdown(Shutdown::Both);
     }
 }
 

@@ -8,21 +8,30 @@
 //! against the engine of the Python package `mooncake-transfer-engine-non-cuda` 0.3.13.post1. Spoken is version 2, whose
 //! writes are acknowledged; that is Mooncake 0.3.12 and later. Earlier engines are refused by name.
 //!
+//! [`start`] makes a kvferry transport of it: [`MooncakeEngine`] moves blocks into the landing slots of
+//! [`kvferry_transport::slots`], and takes writes only inside of a slot that is granted at that moment.
+//!
 //! *Not* for RDMA, for memory of devices, or for metadata servers: peers are named by the address of their control port.
 
 #![forbid(unsafe_code)]
 
+mod engine;
 mod error;
 mod lane;
 mod limits;
+mod memory;
 mod peer;
+mod sender;
+mod start;
 mod stream;
 mod target;
 pub mod wire;
 
+pub use engine::MooncakeEngine;
 pub use error::MooncakeError;
 pub use lane::{Lane, Read, Write};
 pub use limits::Limits;
 pub use peer::Peer;
+pub use start::start;
 pub use target::{Access, Ranges, Target, TargetStats};
 pub use wire::{Address, Description, Notification, Region};

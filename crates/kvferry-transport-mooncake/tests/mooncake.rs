@@ -104,10 +104,7 @@ impl Drop for Process {
 
 impl Process {
     fn start(command: &mut Command) -> Self {
-        command
-            .env("MC_LOG_LEVEL", "ERROR")
-            .env("MC_FORCE_TCP", "1")
-            .env("MC_TCP_PROGRESS_TIMEOUT_SEC", "10");
+        command.env("MC_FORCE_TCP", "1").env("MC_TCP_PROGRESS_TIMEOUT_SEC", "10");
         let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
         let stdin = child.stdin.take().unwrap();
         let stdout = BufReader::new(child.stdout.take().unwrap());

@@ -147,8 +147,8 @@ pub(crate) struct EngineArgs {
     /// Keep no cache of earlier requests: every prompt is computed and moved whole
     #[arg(long, help_heading = "Engine")]
     pub(crate) no_prefix_cache: bool,
-    /// How the cache is moved: pushed over TCP, pulled out of shared memory, or pushed by NVIDIA NIXL (`kvferry doctor` says
-    /// where its library is, or how to get it)
+    /// How the cache is moved: pushed over TCP, pulled out of shared memory, pushed by NVIDIA NIXL (`kvferry doctor` says where
+    /// its library is, or how to get it), or pushed over Mooncake's TCP protocol
     #[arg(long, value_enum, default_value_t = TransportArg::Tcp, help_heading = "Hand-off")]
     pub(crate) transport: TransportArg,
     /// At prefill: convert what decode keeps in another element type; without it two that differ do not pair
@@ -466,7 +466,12 @@ choice!(AttentionArg => Attention { Gqa => Self::Gqa, Mla => Self::Mla });
 choice!(LatentEpsArg => LatentEps { Published => Self::Published, Configured => Self::Configured });
 choice!(ArithArg => Arith { Canonical => Self::Canonical, Fast => Self::Fast });
 choice!(DecodeBatchArg => DecodeBatch { Fixed => Self::Fixed, Eager => Self::Eager });
-choice!(TransportArg => TransportKind { Tcp => Self::Tcp, Shm => Self::Shm, Nixl => Self::Nixl });
+choice!(TransportArg => TransportKind {
+    Tcp => Self::Tcp,
+    Shm => Self::Shm,
+    Nixl => Self::Nixl,
+    MooncakeTcp => Self::MooncakeTcp,
+});
 
 /// Faults that can be committed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, ValueEnum)]

@@ -17,7 +17,7 @@ fn demo(more: &[&[&str]]) -> common::Run {
 
 #[test]
 fn every_layout_is_bit_equal_on_every_transport() {
-    for transport in ["tcp", "shm"] {
+    for transport in ["tcp", "shm", "mooncake-tcp"] {
         for layout in [&[][..], &MLA_DCP4, &PAGES, &["--prefill", "tp=5", "--decode", "tp=7,page=3,kv=f32"]] {
             let report = assert_proven(&demo(&[layout, &["--transport", transport]]));
             assert_eq!(report["bit_equal"], true, "{layout:?} {report:#}");

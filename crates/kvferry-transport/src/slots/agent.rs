@@ -15,7 +15,7 @@ use std::{
 use kvferry_arena::Buffer;
 use rustix::event::{EventfdFlags, eventfd};
 
-use super::engine::{BlockEngine, BlockSpan, EngineError, EnginePeer, Progress, WriteId};
+use super::engine::{BlockEngine, BlockSpan, EngineError, EnginePeer, Gate, Progress, WriteId};
 use crate::{DeviceId, MemoryKind, local::lock};
 
 /// Between two looks at writes that are under way.
@@ -98,14 +98,21 @@ impl Expected {
 pub(super) struct Agent {
     commands: mpsc::Sender<Command>,
     thread: Mutex<Option<JoinHandle<()>>>,
+    gate: Option<Arc<dyn Gate>>,
 }
 
 impl Agent {
     pub(super) fn start(name: &str, engine: Box<dyn BlockEngine>) -> io::Result<Self> {
         let (commands, queue) = mpsc::channel();
+        let gate = engine.gate();
         let driver = Driver { engine, moving: Vec::new(), expected: Vec::new() };
         let thread = thread::Builder::new().name(name.into()).spawn(move || driver.run(&queue))?;
-        Ok(Self { commands, thread: Mutex::new(Some(thread)) })
+        Ok(Self { commands, thread: Mutex::new(Some(thread)), gate })
+    }
+
+    /// The engine's.
+    pub(super) fn gate(&self) -> Option<Arc<dyn Gate>> {
+        self.gate.clone()
     }
 
     pub(super) fn register(&self, memory: Arc<Buffer>) -> Result<BlockSpan, EngineError> {

@@ -12,7 +12,11 @@ use std::{
 use kvferry_arena::Buffer;
 use kvferry_plan::{Bytes, Incarnation};
 
-use super::{engine::BlockSpan, wire::SlotRef, witness::Witness};
+use super::{
+    engine::{BlockSpan, Gate},
+    wire::SlotRef,
+    witness::Witness,
+};
 use crate::{
     local::lock,
     stats::{Counters, Gauge},
@@ -76,24 +80,25 @@ pub(super) struct Bank {
     pub(super) buffer: Arc<Buffer>,
     pub(super) span: BlockSpan,
     pub(super) each: Bytes,
+    gate: Option<Arc<dyn Gate>>,
     state: Mutex<State>,
     freed: Condvar,
     counters: Arc<Counters>,
 }
 
 impl Bank {
-    /// `buffer` is registered as `span`.
+    /// `buffer` is registered as `span`, with an engine that has this gate.
     pub(super) fn new(
         era: u64,
         buffer: Arc<Buffer>,
-        span: BlockSpan,
+        (span, gate): (BlockSpan, Option<Arc<dyn Gate>>),
         each: Bytes,
         counters: &Arc<Counters>,
     ) -> Self {
         let count = buffer.len().0 / each.0.max(1);
         let slots = (0..count).map(|_| Slot::Free).collect();
         let state = Mutex::new(State { slots, waiting: 0, serial: 0, closed: false });
-        Self { era, buffer, span, each, state, freed: Condvar::new(), counters: Arc::clone(counters) }
+        Self { era, buffer, span, each, gate, state, freed: Condvar::new(), counters: Arc::clone(counters) }
     }
 
     /// A slot for `peer`. Who has none waits for as long as `wait`; who has some gets another one only when nobody waits.
@@ -123,14 +128,24 @@ impl Bank {
         if let Some(slot) = state.slots.get_mut(index) {
             *slot = Slot::Held(Holder { peer, serial, _gauge: Gauge::new(&self.counters, |c| &c.slots) });
         }
-        Taken::Slot(SlotRef { era: self.era, index: u32::try_from(index).unwrap_or(u32::MAX), serial })
+        let slot = SlotRef { era: self.era, index: u32::try_from(index).unwrap_or(u32::MAX), serial };
+        self.at_gate(slot, |gate, place| gate.open(place));
+        Taken::Slot(slot)
+    }
+
+    fn at_gate(&self, slot: SlotRef, f: impl FnOnce(&dyn Gate, BlockSpan)) {
+        let at = Bytes(self.each.0.saturating_mul(u64::from(slot.index)));
+        if let (Some(gate), Some(place)) = (&self.gate, self.span.part(at, self.each)) {
+            f(&**gate, place);
+        }
     }
 
     /// `peer` says that nothing is on its way to a slot of its own. Without effect on any other.
     pub(super) fn settle(&self, slot: SlotRef, peer: Incarnation) {
         let mut state = lock(&self.state);
-        if let Some(slot) = self.at(&mut state, slot, peer) {
-            *slot = Slot::Free;
+        if let Some(free) = self.at(&mut state, slot, peer) {
+            self.at_gate(slot, |gate, place| gate.shut(place));
+            *free = Slot::Free;
             self.freed.notify_all();
         }
     }
@@ -217,7 +232,7 @@ mod tests {
             kind: MemoryKind::Host,
             device: DeviceId(0),
         };
-        Bank::new(1, buffer, span, Bytes(4096), &Arc::default())
+        Bank::new(1, buffer, (span, None), Bytes(4096), &Arc::default())
     }
 
     fn slot(taken: Taken) -> SlotRef {

@@ -132,6 +132,12 @@ pub trait BlockEngine: Send + fmt::Debug {
     /// Forgets a write, once it has settled or failed.
     fn release(&mut self, write: WriteId);
 
+    /// Its gate, for an engine that can keep others out of registered memory: landing slots are open to writes only
+    /// from a grant until its writer has settled.
+    fn gate(&self) -> Option<Arc<dyn Gate>> {
+        None
+    }
+
     /// Sends a short message that stands by itself. It is not ordered with writes that have not settled.
     ///
     /// # Errors
@@ -143,6 +149,15 @@ pub trait BlockEngine: Send + fmt::Debug {
     /// # Errors
     /// [`EngineError`].
     fn notifications(&mut self) -> Result<Vec<Vec<u8>>, EngineError>;
+}
+
+/// Lets writes of others into registered memory, and keeps them out. Called on any thread.
+pub trait Gate: Send + Sync + fmt::Debug {
+    /// From now on `slot` may be written; maybe it could before.
+    fn open(&self, slot: BlockSpan);
+
+    /// From now on it may not. Waits for bytes that are being copied.
+    fn shut(&self, slot: BlockSpan);
 }
 
 /// Starts an engine, under a name that none had before.

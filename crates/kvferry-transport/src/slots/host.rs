@@ -177,7 +177,8 @@ impl Host {
             return Ok(bank);
         }
         let (buffer, span) = self.area(self.options.slots, era)?;
-        let bank = Bank::new(era.number, buffer, span, self.options.slot, &self.local.counters);
+        let bank =
+            Bank::new(era.number, buffer, (span, era.agent.gate()), self.options.slot, &self.local.counters);
         Ok(era.bank.get_or_init(|| Arc::new(bank)))
     }
 

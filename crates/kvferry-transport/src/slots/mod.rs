@@ -30,7 +30,7 @@ use std::{net::SocketAddr, sync::Arc};
 
 use kvferry_plan::{Bytes, Generation, Incarnation, RankId, RoomKey};
 
-pub use engine::{BlockEngine, BlockSpan, EngineError, EnginePeer, Progress, StartEngine, WriteId};
+pub use engine::{BlockEngine, BlockSpan, EngineError, EnginePeer, Gate, Progress, StartEngine, WriteId};
 
 use crate::{
     Grant, Link, Mover, PeerAddr, Registration, Setup, Transport, TransportError, TransportStats,

@@ -148,7 +148,12 @@ fn nixl() -> Finding {
 fn mooncake(packages: &Packages) -> Finding {
     let found = packages.mooncake.as_ref().map(|name| format!("Python package {name}"));
     let install = "python3 -m pip install \\\nmooncake-transfer-engine-non-cuda==0.3.13.post1";
-    extra("Mooncake", found, "a transport of later versions will load it", install)
+    extra(
+        "Mooncake",
+        found,
+        "only tests use it: `--transport mooncake-tcp` speaks its protocol without",
+        install,
+    )
 }
 
 /// `bench engine` compares with llama.cpp through a program for Node.js, in a folder that is named then.
