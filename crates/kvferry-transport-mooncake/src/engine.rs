@@ -36,8 +36,8 @@ pub struct MooncakeEngine {
     outcomes: Outcomes,
 }
 
-fn failed(action: &'static str, reason: impl ToString) -> EngineError {
-    EngineError::Failed { engine: NAME, action, reason: reason.to_string() }
+fn failed(action: &'static str, reason: impl Into<String>) -> EngineError {
+    EngineError::Failed { engine: NAME, action, reason: reason.into() }
 }
 
 impl MooncakeEngine {
@@ -82,8 +82,8 @@ impl BlockEngine for MooncakeEngine {
         }
         // An address of an earlier agent, which somebody may still write to, is none of this one but by the rarest chance.
         for _ in 0..64 {
-            let any = getrandom::u64().map_err(|error| failed("register memory", error))?;
-            let address = Address((any % ADDRESSES & !0xffff).max(0x1_0000));
+            let any = getrandom::u64().map_err(|error| failed("register memory", error.to_string()))?;
+            let address = Address(((any % ADDRESSES) & !0xffff).max(0x1_0000));
             if let Some(region) = self.memory.register(address, Arc::clone(&memory)) {
                 return Ok(BlockSpan { address: region.address.0, len: region.len, kind, device });
             }
@@ -101,8 +101,8 @@ impl BlockEngine for MooncakeEngine {
         let address = address.ok_or_else(|| failed("connect", "the peer gives no loopback address"))?;
         self.leaving.retain(|thread| !thread.finished());
         let outcomes = Arc::clone(&self.outcomes);
-        let sender =
-            Sender::start(address, &self.limits, outcomes).map_err(|error| failed("connect", error))?;
+        let sender = Sender::start(address, &self.limits, outcomes)
+            .map_err(|error| failed("connect", error.to_string()))?;
         let peer = EnginePeer(self.number());
         self.peers.insert(peer, sender);
         Ok(peer)
@@ -140,7 +140,7 @@ impl BlockEngine for MooncakeEngine {
         match lock(&self.outcomes).get(&write) {
             Some(None) => Ok(Progress::Moving),
             Some(Some(Ok(()))) => Ok(Progress::Settled),
-            Some(Some(Err(reason))) => Err(failed(ACTION, reason)),
+            Some(Some(Err(reason))) => Err(failed(ACTION, reason.as_str())),
             None => Err(failed(ACTION, "it was told to forget it")),
         }
     }
