@@ -15,7 +15,7 @@ use std::{
     net::{Ipv4Addr, SocketAddr},
     path::{Path, PathBuf},
     process::{Child, ChildStdin, ChildStdout, Command, ExitCode, Stdio},
-    sync::Arc,
+    sync::{Arc, mpsc},
     thread,
     time::{Duration, Instant},
 };
@@ -151,6 +151,10 @@ fn start(memory: &Arc<Memory>) -> Target {
     Target::start(Ipv4Addr::LOCALHOST.into(), ranges, limits()).unwrap()
 }
 
+fn us() -> Description {
+    Description { name: "127.0.0.1:1".into(), data_port: 1, version: 2, regions: Vec::new() }
+}
+
 /// An engine that was started, with a way to its memory.
 struct Engine {
     peer: Peer,
@@ -163,8 +167,7 @@ fn reach(control: &str) -> Engine {
     let control: SocketAddr = control.parse().unwrap();
     let peer = Peer::new(control, limits()).unwrap();
     peer.probe().unwrap();
-    let us = Description { name: "127.0.0.1:1".into(), data_port: 1, version: 2, regions: Vec::new() };
-    let theirs = peer.metadata(&us).unwrap();
+    let theirs = peer.metadata(&us()).unwrap();
     let lane = peer.lane(&theirs).unwrap();
     let address = theirs.regions.first().unwrap().address;
     Engine { peer, theirs, lane, address }
@@ -253,12 +256,24 @@ fn bench_initiates() {
 fn bench_is_target() {
     let mut bench = bench(&["--mode=target", "--buffer_size=8388608"]);
     let stderr = BufReader::new(bench.child.stderr.take().unwrap());
-    let control = stderr.lines().map(Result::unwrap).find_map(|line| {
-        let (_, rest) = line.split_once("listening on 127.0.0.1:")?;
-        let port: u16 = rest.split(|c: char| !c.is_ascii_digit()).next()?.parse().ok()?;
-        Some(format!("127.0.0.1:{port}"))
+    let (found, control) = mpsc::channel();
+    // All that it says is taken: it would end with the pipe.
+    thread::spawn(move || {
+        for line in stderr.lines().map_while(Result::ok) {
+            if let Some((_, port)) = line.split_once("listening on 127.0.0.1:") {
+                let _ = found.send(format!("127.0.0.1:{}", port.trim()));
+            }
+        }
     });
-    let mut engine = reach(&control.unwrap());
+    let control = control.recv_timeout(PATIENCE).unwrap();
+    let peer = Peer::new(control.parse().unwrap(), limits()).unwrap();
+    let since = Instant::now();
+    // It says so before it listens, and has memory later.
+    while peer.metadata(&us()).is_ok_and(|theirs| theirs.regions.is_empty()) || peer.probe().is_err() {
+        assert!(since.elapsed() < PATIENCE, "the benchmark never had memory");
+        thread::sleep(Duration::from_millis(20));
+    }
+    let mut engine = reach(&control);
     for (step, row) in [(3, 1152), (5, SIZE)] {
         write_and_read(&mut engine, &pattern(step, SIZE), row);
     }
