@@ -58,6 +58,23 @@ impl NixlEngine {
         Ok(Self { agent, next: 0, peers: BTreeMap::new(), writes: BTreeMap::new() })
     }
 
+    /// As [`BlockEngine::write`], of many spans with a descriptor each: what this costs is why transports pack.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn write_each(
+        &mut self,
+        peer: EnginePeer,
+        pairs: &[(BlockSpan, BlockSpan)],
+    ) -> Result<WriteId, EngineError> {
+        let name = self.peer(peer)?.name.clone();
+        let request = self.agent.write(&name, pairs)?;
+        self.peer(peer)?.users += 1;
+        let write = WriteId(self.number());
+        self.writes.insert(write, (peer, request));
+        Ok(write)
+    }
+
     fn number(&mut self) -> u64 {
         self.next += 1;
         self.next
@@ -130,12 +147,7 @@ impl BlockEngine for NixlEngine {
         local: BlockSpan,
         remote: BlockSpan,
     ) -> Result<WriteId, EngineError> {
-        let name = self.peer(peer)?.name.clone();
-        let request = self.agent.write(&name, local, remote)?;
-        self.peer(peer)?.users += 1;
-        let write = WriteId(self.number());
-        self.writes.insert(write, (peer, request));
-        Ok(write)
+        self.write_each(peer, &[(local, remote)])
     }
 
     fn poll(&mut self, write: WriteId) -> Result<Progress, EngineError> {

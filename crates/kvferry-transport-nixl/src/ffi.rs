@@ -299,33 +299,33 @@ impl Agent {
         }
     }
 
-    /// A list with one span.
-    fn list(&self, span: BlockSpan) -> Result<Handle, EngineError> {
+    fn list(&self, spans: impl Iterator<Item = BlockSpan>) -> Result<Handle, EngineError> {
         let mut list = null_mut();
         // SAFETY: the place for the result is valid; the list copies what it is given. That the span may be read or written
         // is checked by the agent when a request is made of it, against what is registered.
         unsafe {
             check("list memory", (self.api.create_xfer_dlist)(HOST_MEMORY, &raw mut list))?;
-            let (address, len) = (span.address as usize, span.len.index());
-            let status = (self.api.xfer_dlist_add_desc)(list, address, len, span.device.0.into());
-            if status != 0 {
-                (self.api.destroy_xfer_dlist)(list);
+            for span in spans {
+                let (address, len) = (span.address as usize, span.len.index());
+                let status = (self.api.xfer_dlist_add_desc)(list, address, len, span.device.0.into());
+                if status != 0 {
+                    (self.api.destroy_xfer_dlist)(list);
+                }
+                check("list memory", status)?;
             }
-            check("list memory", status)?;
         }
         Ok(list)
     }
 
-    /// Starts to write `local`, which is registered here, to `remote`, which is registered at `peer`.
+    /// Starts to write from the first of each pair, which is registered here, to the second, which is registered at `peer`.
     pub(crate) fn write(
         &mut self,
         peer: &str,
-        local: BlockSpan,
-        remote: BlockSpan,
+        pairs: &[(BlockSpan, BlockSpan)],
     ) -> Result<Request, EngineError> {
         let peer = text(peer)?;
-        let from = self.list(local)?;
-        let to = self.list(remote);
+        let from = self.list(pairs.iter().map(|(local, _)| *local))?;
+        let to = self.list(pairs.iter().map(|(_, remote)| *remote));
         let mut request = null_mut();
         // SAFETY: the lists are valid until they are destroyed, the request copies them. It reads registered memory only,
         // which `self.memory` keeps.

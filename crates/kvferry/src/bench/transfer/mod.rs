@@ -2,6 +2,7 @@
 //! reader. Not for latency, and not for what the control plane adds.
 
 mod ceilings;
+mod nixl;
 mod world;
 
 use std::{path::PathBuf, process::ExitCode, time::Duration};
@@ -23,6 +24,7 @@ use super::{
 };
 use crate::{failure::Failure, terminal};
 use ceilings::{FanOut, Loopback};
+use nixl::{Each, Naive};
 use world::{Case, World};
 
 #[derive(Args, Debug)]
@@ -36,6 +38,9 @@ pub(crate) struct TransferBench {
     /// How much to move
     #[arg(long, value_enum, default_value_t = Size::Full)]
     size: Size,
+    /// Which transports: kvferry's own, or NVIDIA NIXL too, packed as `--transport nixl` does and naively as a peer would
+    #[arg(long, value_enum, default_value_t = Which::Own)]
+    transport: Which,
     /// Interleaved repetitions whose medians are reported
     #[arg(long, default_value_t = 7, value_parser = clap::value_parser!(u32).range(1..=1000))]
     rounds: u32,
@@ -49,19 +54,40 @@ enum Size {
     Full,
 }
 
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum Which {
+    /// `tcp` and `shm`
+    Own,
+    /// `nixl` too
+    All,
+}
+
 /// One way of one case.
 #[derive(Debug, Serialize)]
 struct Way {
-    transport: String,
+    transport: &'static str,
+    /// What an engine of others gets a descriptor for; nothing for kvferry's own transports.
+    descriptor: Option<&'static str>,
     digests: bool,
     gb_per_s: f64,
     cpu_s_per_gb: f64,
     ceiling: &'static str,
+    #[serde(skip)]
+    ceiling_short: &'static str,
     ceiling_gb_per_s: f64,
     ceiling_cpu_s_per_gb: f64,
     ratio: f64,
     ratio_lowest: f64,
     ratio_highest: f64,
+}
+
+impl Way {
+    fn name(&self) -> String {
+        match self.descriptor {
+            None => self.transport.into(),
+            Some(each) => format!("{}, {each}", self.transport),
+        }
+    }
 }
 
 #[derive(Debug, Serialize)]
@@ -96,7 +122,7 @@ pub(super) fn run(args: &TransferBench) -> Result<ExitCode, Failure> {
         let case = make(args.size)?;
         let loopback = Loopback::new()?;
         congestion.clone_from(&loopback.congestion);
-        cases.push(measure(&case, &loopback, args.rounds, &mut under_way)?);
+        cases.push(measure(&case, &loopback, args, &mut under_way)?);
     }
     drop(under_way);
     let document = Document {
@@ -165,50 +191,125 @@ impl Times {
     }
 }
 
+/// What a way is compared with.
+struct Ceiling<'a> {
+    name: &'static str,
+    short: &'static str,
+    run: Box<dyn Fn() -> Result<Duration, Failure> + 'a>,
+    times: Times,
+    ways: Vec<Subject<'a>>,
+}
+
+/// A way that is measured.
+struct Subject<'a> {
+    transport: &'static str,
+    descriptor: Option<&'static str>,
+    digests: bool,
+    run: Box<dyn Fn() -> Result<Duration, Failure> + 'a>,
+    times: Times,
+}
+
+impl<'a> Ceiling<'a> {
+    fn new(
+        (name, short): (&'static str, &'static str),
+        run: impl Fn() -> Result<Duration, Failure> + 'a,
+        ways: Vec<Subject<'a>>,
+    ) -> Self {
+        Self { name, short, run: Box::new(run), times: Times::default(), ways }
+    }
+
+    fn ways(&self, gb: f64) -> impl Iterator<Item = Way> {
+        self.ways.iter().map(move |way| {
+            let ratios: Vec<f64> = self.times.wall.iter().zip(&way.times.wall).map(|(c, t)| c / t).collect();
+            Way {
+                transport: way.transport,
+                descriptor: way.descriptor,
+                digests: way.digests,
+                gb_per_s: gb / median(&way.times.wall),
+                cpu_s_per_gb: mean(&way.times.cpu) / gb,
+                ceiling: self.name,
+                ceiling_short: self.short,
+                ceiling_gb_per_s: gb / median(&self.times.wall),
+                ceiling_cpu_s_per_gb: mean(&self.times.cpu) / gb,
+                ratio: median(&ratios),
+                ratio_lowest: ratios.iter().copied().fold(f64::INFINITY, f64::min),
+                ratio_highest: ratios.iter().copied().fold(0.0, f64::max),
+            }
+        })
+    }
+}
+
+/// A hand-off without and with digests.
+fn hand_offs<'a>(
+    world: &'a World<'_>,
+    transport: &'static str,
+    descriptor: Option<&'static str>,
+) -> Vec<Subject<'a>> {
+    let way = |digests| Subject {
+        transport,
+        descriptor,
+        digests,
+        run: Box::new(move || world.hand_off(digests)),
+        times: Times::default(),
+    };
+    vec![way(false), way(true)]
+}
+
 fn measure(
     case: &Case,
     loopback: &Loopback,
-    rounds: u32,
+    args: &TransferBench,
     under_way: &mut Rounds,
 ) -> Result<Measured, Failure> {
     let fan_out = FanOut::new(case)?;
-    let mut tcp = World::new(TransportKind::Tcp, case)?;
-    let mut shm = World::new(TransportKind::Shm, case)?;
-    let [mut copy, mut wire, mut sweep] = [Times::default(), Times::default(), Times::default()];
-    let mut subjects: [Times; 4] = Default::default();
+    let tcp = World::new(TransportKind::Tcp, case)?;
+    let shm = World::new(TransportKind::Shm, case)?;
+    let nixl = match args.transport {
+        Which::Own => None,
+        Which::All => Some((World::new(TransportKind::Nixl, case)?, Naive::new(case)?)),
+    };
+    let mut copy = Times::default();
+    let mut ceilings = vec![
+        Ceiling::new(("raw loopback TCP", "raw TCP"), || loopback.run(case), hand_offs(&tcp, "tcp", None)),
+        Ceiling::new(("one sweep of copies", "one sweep"), || fan_out.run(), hand_offs(&shm, "shm", None)),
+    ];
+    if let Some((world, naive)) = &nixl {
+        let mut ways = hand_offs(world, "nixl", Some("block"));
+        let rows = Some(("row", Each::Row)).filter(|_| naive.has_rows());
+        for (descriptor, each) in [("page", Each::Page)].into_iter().chain(rows) {
+            ways.push(Subject {
+                transport: "nixl",
+                descriptor: Some(descriptor),
+                digests: false,
+                run: Box::new(move || naive.run(each)),
+                times: Times::default(),
+            });
+        }
+        let run = || naive.run(Each::Region);
+        ceilings.push(Ceiling::new(("NIXL, one descriptor a layer", "layer"), run, ways));
+    }
     // The first round warms up: connections grow their windows, and the target's pages become the cache's.
-    for round in 0..=rounds {
+    for round in 0..=args.rounds {
         under_way.begin(case.name, round);
         if round == 1 {
-            [&mut copy, &mut wire, &mut sweep].into_iter().for_each(|times| *times = Times::default());
-            subjects = Default::default();
+            copy = Times::default();
+            for ceiling in &mut ceilings {
+                ceiling.times = Times::default();
+                ceiling.ways.iter_mut().for_each(|way| way.times = Times::default());
+            }
         }
         copy.take(|| ceilings::memcpy(case))?;
-        wire.take(|| loopback.run(case))?;
-        subjects[0].take(|| tcp.hand_off(false))?;
-        subjects[1].take(|| tcp.hand_off(true))?;
-        sweep.take(|| fan_out.run())?;
-        subjects[2].take(|| shm.hand_off(false))?;
-        subjects[3].take(|| shm.hand_off(true))?;
+        for Ceiling { run, times, ways, .. } in &mut ceilings {
+            times.take(run)?;
+            for way in ways {
+                way.times.take(&way.run)?;
+            }
+        }
+    }
+    if let Some((_, naive)) = nixl.as_ref().filter(|(_, naive)| naive.has_rows()) {
+        naive.check()?;
     }
     let gb = case.bytes.0 as f64 / 1e9;
-    let ways = subjects.iter().enumerate().map(|(i, times)| {
-        let (ceiling, name) =
-            if i < 2 { (&wire, "raw loopback TCP") } else { (&sweep, "one sweep of copies") };
-        let ratios: Vec<f64> = ceiling.wall.iter().zip(&times.wall).map(|(c, t)| c / t).collect();
-        Way {
-            transport: if i < 2 { TransportKind::Tcp } else { TransportKind::Shm }.to_string(),
-            digests: i % 2 == 1,
-            gb_per_s: gb / median(&times.wall),
-            cpu_s_per_gb: mean(&times.cpu) / gb,
-            ceiling: name,
-            ceiling_gb_per_s: gb / median(&ceiling.wall),
-            ceiling_cpu_s_per_gb: mean(&ceiling.cpu) / gb,
-            ratio: median(&ratios),
-            ratio_lowest: ratios.iter().copied().fold(f64::INFINITY, f64::min),
-            ratio_highest: ratios.iter().copied().fold(0.0, f64::max),
-        }
-    });
     Ok(Measured {
         name: case.name,
         what: case.what.clone(),
@@ -216,7 +317,7 @@ fn measure(
         tokens: case.tokens,
         chunk_tokens: case.chunk,
         memcpy_gb_per_s: gb / median(&copy.wall),
-        ways: ways.collect(),
+        ways: ceilings.iter().flat_map(|ceiling| ceiling.ways(gb)).collect(),
     })
 }
 
@@ -240,14 +341,13 @@ fn show(document: &Document) {
         let mut table = terminal::table();
         table.set_header(["", "digests", "GB/s", "CPU\ns/GB", "ceiling", "GB/s", "CPU\ns/GB", "ratio"]);
         for way in &case.ways {
-            // The columns are narrow; `--json` has the whole name.
-            let ceiling = if way.transport == "tcp" { "raw TCP" } else { "one sweep" };
             table.add_row([
-                way.transport.clone(),
+                way.name(),
                 if way.digests { "on" } else { "off" }.to_owned(),
                 format!("{:.2}", way.gb_per_s),
                 cpu(way.cpu_s_per_gb),
-                ceiling.to_owned(),
+                // The columns are narrow; `--json` has the whole name.
+                way.ceiling_short.to_owned(),
                 format!("{:.2}", way.ceiling_gb_per_s),
                 cpu(way.ceiling_cpu_s_per_gb),
                 ratio(way.ratio, way.ratio_lowest, way.ratio_highest),
@@ -267,7 +367,7 @@ fn show(document: &Document) {
 
 fn draw(document: &Document) -> String {
     let bar = |way: &Way| Bar {
-        label: way.transport.clone(),
+        label: way.name(),
         value: way.ratio,
         low: way.ratio_lowest,
         high: way.ratio_highest,

@@ -2,7 +2,11 @@
 
 use std::{
     collections::BTreeMap,
-    sync::{Arc, mpsc},
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+        mpsc,
+    },
     thread,
     time::{Duration, Instant},
 };
@@ -163,7 +167,7 @@ pub(super) struct World<'a> {
     source: Arc<dyn Transport>,
     target: Arc<dyn Transport>,
     link: Arc<dyn Link>,
-    rooms: u128,
+    rooms: AtomicU64,
 }
 
 impl<'a> World<'a> {
@@ -189,14 +193,14 @@ impl<'a> World<'a> {
         };
         let peer = PeerAddr { endpoint: to.endpoint(), incarnation, descriptor: Arc::new(descriptor) };
         let link = from.open(&peer)?;
-        Ok(Self { case, source, target, link, rooms: 0 })
+        Ok(Self { case, source, target, link, rooms: AtomicU64::new(1) })
     }
 
     /// Hands everything over once, in chunks that are queued at once, and checks that both sides say the same. Time
     /// from the first plan to the last byte and digest of both sides.
-    pub(super) fn hand_off(&mut self, digest: bool) -> Result<Duration, Failure> {
-        self.rooms += 1;
-        let key = RoomKey { room: RoomId(self.rooms), attempt: Attempt(1) };
+    pub(super) fn hand_off(&self, digest: bool) -> Result<Duration, Failure> {
+        let room = self.rooms.fetch_add(1, Ordering::Relaxed);
+        let key = RoomKey { room: RoomId(room.into()), attempt: Attempt(1) };
         let (landed, landings) = mpsc::channel();
         self.target.grant(Grant {
             key,
