@@ -162,14 +162,14 @@ fn one_process_per_rank(case: &str, sources: u32, targets: u32, kind: TransportK
 
 #[test]
 fn tp3_to_tp1_with_a_process_for_each_rank() {
-    for kind in [TransportKind::Tcp, TransportKind::Shm] {
+    for kind in [TransportKind::Tcp, TransportKind::Shm, TransportKind::MooncakeTcp] {
         one_process_per_rank("gqa", 3, 1, kind);
     }
 }
 
 #[test]
 fn mla_tp2_to_dcp4_with_a_process_for_each_rank() {
-    for kind in [TransportKind::Tcp, TransportKind::Shm] {
+    for kind in [TransportKind::Tcp, TransportKind::Shm, TransportKind::MooncakeTcp] {
         one_process_per_rank("mla", 2, 4, kind);
     }
 }

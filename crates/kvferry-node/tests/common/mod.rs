@@ -18,7 +18,8 @@ pub const FIRST: FirstToken = FirstToken { token: 7, logprob: -1.25 };
 /// State slots of each pool, in shapes that have state.
 const SLOTS: u32 = 4;
 
-pub const EVERY: [TransportKind; 3] = [TransportKind::Mem, TransportKind::Tcp, TransportKind::Shm];
+pub const EVERY: [TransportKind; 4] =
+    [TransportKind::Mem, TransportKind::Tcp, TransportKind::Shm, TransportKind::MooncakeTcp];
 
 /// What a node of these tests is made of.
 #[derive(Clone, Debug)]

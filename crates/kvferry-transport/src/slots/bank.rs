@@ -224,7 +224,26 @@ mod tests {
     const B: Incarnation = Incarnation { started_ms: 2, nonce: 2 };
     const NOW: Duration = Duration::ZERO;
 
+    /// The addresses that are open.
+    #[derive(Debug, Default)]
+    struct Opened(Mutex<std::collections::BTreeSet<u64>>);
+
+    impl Gate for Opened {
+        fn open(&self, slot: BlockSpan) {
+            assert_eq!(slot.len, Bytes(4096));
+            lock(&self.0).insert(slot.address);
+        }
+
+        fn shut(&self, slot: BlockSpan) {
+            assert!(lock(&self.0).remove(&slot.address));
+        }
+    }
+
     fn bank(slots: u64) -> Bank {
+        gated(slots, None)
+    }
+
+    fn gated(slots: u64, gate: Option<Arc<dyn Gate>>) -> Bank {
         let buffer = Arc::new(Buffer::new("test", Bytes(slots * 4096)).unwrap());
         let span = BlockSpan {
             address: buffer.address(),
@@ -232,7 +251,7 @@ mod tests {
             kind: MemoryKind::Host,
             device: DeviceId(0),
         };
-        Bank::new(1, buffer, (span, None), Bytes(4096), &Arc::default())
+        Bank::new(1, buffer, (span, gate), Bytes(4096), &Arc::default())
     }
 
     fn slot(taken: Taken) -> SlotRef {
@@ -261,6 +280,29 @@ mod tests {
         // What came twice is of no effect.
         bank.settle(held, A);
         assert_eq!((next.index, bank.take(A, false, NOW)), (held.index, Taken::None));
+    }
+
+    /// A slot is open from its grant until its writer has settled, also while it is fenced off.
+    #[test]
+    fn the_gate_is_open_for_the_writer_of_a_slot() {
+        let gate = Arc::new(Opened::default());
+        let theirs: Arc<Opened> = Arc::clone(&gate);
+        let bank = gated(2, Some(theirs));
+        let open = || {
+            let open = lock(&gate.0).iter().map(|at| at - bank.span.address).collect::<Vec<_>>();
+            open
+        };
+        assert!(open().is_empty());
+        let held = [slot(bank.take(A, false, NOW)), slot(bank.take(A, true, NOW))];
+        assert_eq!(open(), [0, 4096]);
+        bank.settle(held[1], B);
+        bank.fence(&held[..1], A, None);
+        assert_eq!(open(), [0, 4096]);
+        bank.settle(held[1], A);
+        assert_eq!(open(), [0]);
+        bank.settle(held[0], A);
+        bank.settle(held[0], A);
+        assert!(open().is_empty());
     }
 
     #[test]
