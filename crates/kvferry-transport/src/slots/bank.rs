@@ -288,10 +288,7 @@ mod tests {
         let gate = Arc::new(Opened::default());
         let theirs: Arc<Opened> = Arc::clone(&gate);
         let bank = gated(2, Some(theirs));
-        let open = || {
-            let open = lock(&gate.0).iter().map(|at| at - bank.span.address).collect::<Vec<_>>();
-            open
-        };
+        let open = || lock(&gate.0).iter().map(|at| at - bank.span.address).collect::<Vec<_>>();
         assert!(open().is_empty());
         let held = [slot(bank.take(A, false, NOW)), slot(bank.take(A, true, NOW))];
         assert_eq!(open(), [0, 4096]);
