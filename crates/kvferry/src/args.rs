@@ -33,6 +33,7 @@ Environment:
                       default is `warn`
   KVFERRY_LOG_FORMAT  `text`, or `json` for a JSON object in each line
   KVFERRY_MODEL_URL   Where `smollm2` is fetched first: http, https or file
+  KVFERRY_NIXL_LIB    NIXL's library, for `--transport nixl`
   NO_COLOR            Anything in it: no colours on terminals either";
 
 /// Moves the KV cache of language models between instances with different parallel layouts: exactly, quickly, safely
