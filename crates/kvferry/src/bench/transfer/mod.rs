@@ -38,7 +38,8 @@ pub(crate) struct TransferBench {
     /// How much to move
     #[arg(long, value_enum, default_value_t = Size::Full)]
     size: Size,
-    /// Which transports: kvferry's own, or NVIDIA NIXL too, packed as `--transport nixl` does and naively as a peer would
+    /// Which transports: kvferry's own, or also Mooncake's TCP protocol and NVIDIA NIXL, packed as `--transport nixl` does and
+    /// naively as a peer would
     #[arg(long, value_enum, default_value_t = Which::Own)]
     transport: Which,
     /// Interleaved repetitions whose medians are reported
@@ -58,7 +59,7 @@ enum Size {
 enum Which {
     /// `tcp` and `shm`
     Own,
-    /// `nixl` too
+    /// `nixl` and `mooncake-tcp` too
     All,
 }
 
@@ -264,13 +265,18 @@ fn measure(
     let fan_out = FanOut::new(case)?;
     let tcp = World::new(TransportKind::Tcp, case)?;
     let shm = World::new(TransportKind::Shm, case)?;
-    let nixl = match args.transport {
-        Which::Own => None,
-        Which::All => Some((World::new(TransportKind::Nixl, case)?, Naive::new(case)?)),
+    let (mooncake, nixl) = match args.transport {
+        Which::Own => (None, None),
+        Which::All => (
+            Some(World::new(TransportKind::MooncakeTcp, case)?),
+            Some((World::new(TransportKind::Nixl, case)?, Naive::new(case)?)),
+        ),
     };
+    let mut over_tcp = hand_offs(&tcp, "tcp", None);
+    over_tcp.extend(mooncake.iter().flat_map(|world| hand_offs(world, "mooncake-tcp", None)));
     let mut copy = Times::default();
     let mut ceilings = vec![
-        Ceiling::new(("raw loopback TCP", "raw TCP"), || loopback.run(case), hand_offs(&tcp, "tcp", None)),
+        Ceiling::new(("raw loopback TCP", "raw TCP"), || loopback.run(case), over_tcp),
         Ceiling::new(("one sweep of copies", "one sweep"), || fan_out.run(), hand_offs(&shm, "shm", None)),
     ];
     if let Some((world, naive)) = &nixl {
@@ -342,7 +348,8 @@ fn show(document: &Document) {
         table.set_header(["", "digests", "GB/s", "CPU\ns/GB", "ceiling", "GB/s", "CPU\ns/GB", "ratio"]);
         for way in &case.ways {
             table.add_row([
-                way.name(),
+                // At most as wide as the others, broken where it reads well.
+                way.name().replace("mooncake-", "mooncake-\n"),
                 if way.digests { "on" } else { "off" }.to_owned(),
                 format!("{:.2}", way.gb_per_s),
                 cpu(way.cpu_s_per_gb),
