@@ -27,7 +27,7 @@ impl ShardRanks {
     }
 
     /// Entries from one of `start` to the next one of `class`.
-    fn since(self, start: OwnerClass, class: OwnerClass) -> u32 {
+    pub(crate) fn since(self, start: OwnerClass, class: OwnerClass) -> u32 {
         (class.0 + self.0 - start.0) % self.0
     }
 }
@@ -101,6 +101,12 @@ impl ClassCounts {
             count.saturating_mul(ranks.0).saturating_add(ranks.since(start, OwnerClass(class)))
         });
         ends.min().unwrap_or(0)
+    }
+
+    /// The class from which on most pages can be had in turn, of several the lowest.
+    pub(crate) fn best(&self) -> OwnerClass {
+        let classes = (0..self.ranks().0).map(OwnerClass);
+        classes.rev().max_by_key(|class| self.longest(*class)).unwrap_or(OwnerClass(0))
     }
 
     /// The class with most pages, of several the lowest.

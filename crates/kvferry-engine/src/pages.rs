@@ -10,7 +10,7 @@ use std::collections::VecDeque;
 use kvferry_plan::{PageId, PageTable, PrefixBlock, SlotId};
 
 use crate::{
-    owners::{Chain, ClassCounts, Owners, ShardRanks},
+    owners::{Chain, ClassCounts, OwnerClass, Owners, ShardRanks},
     prefix::{Evicted, Found, Pin, Prefixes},
 };
 
@@ -175,7 +175,7 @@ impl Pages {
     /// it. As long as nothing else is done, so many can be taken.
     pub(crate) fn free_for(&self, found: &Found) -> u32 {
         let mut available = self.available();
-        let start = found.rotation().unwrap_or_else(|| available.least_full());
+        let start = found.rotation().unwrap_or_else(|| available.best());
         available.add_chain(start, self.count(|_| found.pinned()));
         available.longest(start)
     }
@@ -193,7 +193,8 @@ impl Pages {
         }
         let (mut table, mut pin, mut cached, mut state) = (Vec::new(), Pin::default(), 0, None);
         let shared = self.count(|_| found.blocks());
-        let start = found.rotation().map(|rotation| self.owners.ranks().after(rotation, shared));
+        let goes_on = found.rotation().map(|rotation| self.owners.ranks().after(rotation, shared));
+        let start = Some(goes_on.unwrap_or_else(|| self.seed(count)));
         if let Some((cache, block)) = &mut self.cache {
             cached = block.tokens.saturating_mul(found.blocks() as u64);
             table = cache.pages(&found);
@@ -218,13 +219,21 @@ impl Pages {
         Some(Lease { table: PageTable(table), own, pin, cached, slot, begins_with })
     }
 
-    /// Takes a chain's pages. While a class is short it evicts what has not been read for the longest time.
+    /// Where the table of `pages` pages begins that goes on from nothing: at the least full class, unless its pages can only be had
+    /// from another one on.
+    fn seed(&self, pages: u32) -> OwnerClass {
+        let (available, least_full) = (self.available(), self.owners.counts().least_full());
+        if available.longest(least_full) >= pages { least_full } else { available.best() }
+    }
+
+    /// Takes a chain's pages. While a class is short it evicts what nobody reads.
     fn evict_for(&mut self, chain: Chain, retire: &mut impl FnMut(Retired)) -> Option<Vec<PageId>> {
         loop {
-            if let Ok(pages) = self.owners.take(&[chain]) {
-                return Some(pages);
-            }
-            let evicted = self.cache.as_mut()?.0.evict()?;
+            let short = match self.owners.take(&[chain]) {
+                Ok(pages) => return Some(pages),
+                Err(short) => short,
+            };
+            let evicted = self.cache.as_mut()?.0.evict(short)?;
             self.accept(evicted, retire);
         }
     }

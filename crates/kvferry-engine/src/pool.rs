@@ -108,6 +108,11 @@ impl RowBuffer {
         self.values.capacity() * size_of::<f32>() + self.narrow.bytes()
     }
 
+    /// Touches all memory that it holds, so that the system gives it now.
+    pub(crate) fn touch(&mut self) {
+        self.values.resize(self.values.capacity(), 0.0);
+    }
+
     /// Elements from one row to the next.
     pub(crate) fn stride(&self) -> usize {
         self.stride
@@ -188,6 +193,13 @@ impl Pool {
         into.values.reserve(((rows + 1) * held.elems).saturating_sub(into.values.len()));
         into.narrow.reserve(rows.min(page) * held.elems);
         Ok(())
+    }
+
+    /// Bytes of a buffer for `rows` rows of the part that has the longest, as they are read.
+    pub(crate) fn assembled(&self, rows: u64) -> u64 {
+        let of_rows = self.held.iter().filter(|held| !held.layout.part.is_state());
+        let elems = of_rows.map(|held| held.elems as u64).max().unwrap_or(0);
+        rows.saturating_add(1).saturating_mul(elems).saturating_mul(size_of::<f32>() as u64)
     }
 
     /// Whether this rank holds `token` of a request with these pages.

@@ -253,9 +253,17 @@ impl Prefixes {
         }
     }
 
-    /// Takes the block out that has not been read for the longest time. `None` when all are held.
-    pub(crate) fn evict(&mut self) -> Option<Evicted> {
-        let (_, id) = self.idle.pop_first()?;
+    /// Takes a block out so that there is, soon, a page of the class that is `short`: along a path owners take turns, so it
+    /// is the leaf that is the fewest blocks below one; of several, that which has not been read for the longest time.
+    /// `None` when all are held.
+    pub(crate) fn evict(&mut self, short: OwnerClass) -> Option<Evicted> {
+        let ranks = self.unread.ranks();
+        let below = |id: &NodeId| {
+            let pages = self.nodes.get(id).map(|node| node.pages.iter());
+            pages.into_iter().flatten().map(|page| ranks.since(short, ranks.owner(*page))).min()
+        };
+        let (used, id) = self.idle.iter().min_by_key(|(used, id)| (below(id), *used)).copied()?;
+        self.idle.remove(&(used, id));
         let node = self.nodes.remove(&id)?;
         node.pages.iter().for_each(|page| self.unread.remove(*page));
         if let Some(parent) = self.nodes.get_mut(&node.parent) {

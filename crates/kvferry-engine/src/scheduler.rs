@@ -300,9 +300,19 @@ impl Scheduler {
             let seen = found.blocks();
             // Whoever computes goes on from a state; a prompt that was computed elsewhere comes with its own.
             let computes = job.kind != Kind::Decode;
-            let found = if computes { self.pages.resumable(found) } else { found };
-            let free = self.pages.free_for(&found);
-            let pages = match self.capacity.fit(job.need(&self.capacity), free) {
+            let mut found = if computes { self.pages.resumable(found) } else { found };
+            let fit = |found: &Found| self.capacity.fit(job.need(&self.capacity), self.pages.free_for(found));
+            let mut fits = fit(&found);
+            if matches!(fits, Fit::Later { .. }) {
+                // Where a cached prefix lies says who owns the pages after it. When these ranks are full and others are
+                // not, all of the prompt is computed, and nobody waits.
+                let anew = Found::default();
+                let otherwise = fit(&anew);
+                if matches!(otherwise, Fit::Now { .. }) {
+                    (found, fits) = (anew, otherwise);
+                }
+            }
+            let pages = match fits {
                 Fit::Now { pages, .. } => pages,
                 Fit::Later { .. } => break,
                 // Intake asks the same question: it lets none of these in.

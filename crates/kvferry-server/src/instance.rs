@@ -15,9 +15,11 @@ use axum::{
     extract::DefaultBodyLimit,
     routing::{delete, get, post},
 };
-use kvferry_engine::{Engine, EngineConfig, HandOff, Model, RoomLease};
+use kvferry_engine::{Engine, EngineConfig, EngineError, HandOff, Model, RoomLease};
 use kvferry_node::{Node, NodeConfig, Observer, SourceFault, TransportKind};
-use kvferry_plan::{Blame, Bytes, Descriptor, Incarnation, InstanceId, LongestPrompt, RoomKey};
+use kvferry_plan::{
+    AdmissionPath, Blame, Bytes, Descriptor, Hold, Incarnation, InstanceId, LongestPrompt, RoomKey,
+};
 use kvferry_registry::{Client, Guarded, Member, Registration, Role, State, bind_loopback};
 use kvferry_transport::Inject;
 use tokio::net::TcpListener;
@@ -223,6 +225,15 @@ impl Instance {
         let http = listener.local_addr()?;
         let handoff = Arc::new(NodeHandOff::default());
         let engine = Engine::start(model, &config.engine, Arc::clone(&handoff) as Arc<dyn HandOff>)?;
+        let keeps_back = Hold::Prompt(AdmissionPath::Normal);
+        if config.role == Role::Prefill && engine.capacity().longest(keeps_back) == 0 {
+            return Err(EngineError::Config(format!(
+                "pool-tokens={}: prefill keeps a part of the pool back, and no prompt would fit; use at least {}",
+                config.engine.pool_tokens,
+                config.engine.layout.pool_for_prompt(1)
+            ))
+            .into());
+        }
         let descriptor = Descriptor { converts: config.convert_kv, ..engine.descriptor() };
         let mut limits = kvferry_node::Limits::default();
         limits.transport.rate = config.rate;

@@ -19,7 +19,7 @@ fn within(file: &str, elements: u64, available: u64) -> Result<(), LoadError> {
 }
 
 /// Bytes that new allocations can have without swapping, as Linux estimates them.
-fn available() -> Option<u64> {
+pub(crate) fn available() -> Option<u64> {
     let text = fs::read_to_string("/proc/meminfo").ok()?;
     let kilobytes = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
     kilobytes.trim().trim_end_matches("kB").trim().parse::<u64>().ok()?.checked_mul(1024)

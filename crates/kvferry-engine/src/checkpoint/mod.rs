@@ -35,6 +35,7 @@ pub use embedded::{Embedded, embedded};
 pub use error::{Item, LoadError};
 pub use kda::{KdaConfig, KdaTensors};
 pub use layer::{AttentionTensors, FfnTensors, GatedTensors, GqaTensors, LayerTensors};
+pub(crate) use memory::available;
 pub use mla::{MlaConfig, MlaTensors};
 pub use moe::{MoeConfig, MoeTensors};
 pub use open::Checkpoint;

@@ -145,6 +145,11 @@ impl Buffers {
         Ok(self.assembled())
     }
 
+    /// Has the system give this memory.
+    pub(super) fn touch(&mut self) {
+        self.rows.touch();
+    }
+
     /// Memory in which the rows of one part of a layer are put together, in bytes.
     pub(super) fn assembled(&self) -> usize {
         self.rows.bytes()

@@ -27,7 +27,7 @@ pub(crate) use batch::{Outcome, Outcomes, Piece};
 
 use crate::{
     DecodeBatch, EngineConfig, EngineError, Fault, Model, Profile, Rows,
-    checkpoint::MoeConfig,
+    checkpoint::{MoeConfig, available},
     math::RopeTable,
     meeting::RankError,
     pages::{Lease, Retired},
@@ -160,8 +160,17 @@ impl Forward {
         if placement.shard_ranks() > 1 {
             // Known and taken now: a rank has to read what is another's, whatever else there is memory for.
             let tokens = usize::try_from(longest).unwrap_or(usize::MAX);
+            let needs = pools.iter().map(|pool| pool.assembled(longest)).fold(0, u64::saturating_add);
+            let left = available().unwrap_or(u64::MAX);
+            if needs > left {
+                return Err(EngineError::Config(format!(
+                    "shard=on: to put the rows of {longest} tokens together the ranks need {needs} bytes beside their \
+                     pools, but the machine has {left} left; lower --max-model-len or --pool-tokens"
+                )));
+            }
             for (Space { attend, account, .. }, pool) in seats.iter_mut().zip(&pools) {
                 scratch = attend.assemble(&Kv::of(&model), pool, tokens, account)?.max(scratch);
+                attend.touch();
             }
         }
         let held = Arc::new(Held {

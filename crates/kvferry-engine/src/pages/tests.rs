@@ -528,6 +528,23 @@ fn under_pressure_a_prompt_waits_for_the_fullest_rank_only() {
     assert_eq!(world.readers.len(), 2);
 }
 
+/// A page of the first rank is wanted: the block that frees it goes, and not an older one on the other rank.
+#[test]
+fn a_block_that_frees_nothing_that_is_wanted_stays() {
+    let mut world = World::sharded(8, 2, PrefixBlock { pages: 1, tokens: 1 }, 0);
+    for tokens in [vec![1, 11], vec![2]] {
+        world.admit(1, tokens);
+        world.end(0, true);
+    }
+    world.admit(1, vec![3, 3, 3]);
+    world.admit(1, vec![4, 4]);
+    assert_eq!((world.pages.owners.counts().sum(), world.pages.cached()), (0, 3));
+    world.admit(1, vec![5]);
+    world.check();
+    let found = |tokens: &[u32]| world.pages.find(tokens).blocks();
+    assert_eq!((world.readers.len(), found(&[1, 11, 0]), found(&[2, 0])), (3, 2, 0));
+}
+
 #[test]
 fn a_prefix_has_one_rotation() {
     let mut world = World::sharded(16, 2, PrefixBlock { pages: 1, tokens: 2 }, 0);

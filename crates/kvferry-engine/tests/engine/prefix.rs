@@ -194,6 +194,29 @@ fn a_prompt_waits_for_the_fullest_rank_only() {
     all_free(&engine);
 }
 
+/// Where a shared prefix lies says which rank owns the page after it. When that rank is full a prompt is computed from its
+/// beginning, and does not wait while others have pages.
+#[test]
+fn one_short_prefix_does_not_use_up_one_rank() {
+    let (recorder, calls) = Recorder::new();
+    // Four ranks with 8 pages of 4 each.
+    let small = EngineConfig { pool_tokens: 128, ..config("tp=4,shard=on,page=4") };
+    let engine = Engine::start(model(Attention::Mla, Arith::Canonical), &small, recorder).unwrap();
+    let hand_off = |n: u32| {
+        let prompt = (0..4).chain([100 + n, 200 + n]).collect();
+        let lease = engine.prefill(key(n.into()), Request::greedy(prompt, 1)).unwrap().wait().unwrap();
+        while !matches!(calls.recv_timeout(PATIENCE).unwrap(), Call::Finished(..)) {}
+        lease
+    };
+    drop(hand_off(0));
+    all_free(&engine);
+    let leases: Vec<_> = (1..=12).map(hand_off).collect();
+    let cached: Vec<u64> = leases.iter().map(|lease| lease.cached()).collect();
+    assert_eq!(cached, [[4; 8].as_slice(), &[0; 4]].concat());
+    drop(leases);
+    all_free(&engine);
+}
+
 #[test]
 fn requests_that_share_a_prefix_need_fewer_pages() {
     // 10 pages of 16.
