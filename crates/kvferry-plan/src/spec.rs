@@ -215,7 +215,8 @@ impl LayoutSpec {
             let ranks = if self.cp > 1 { self.cp } else { self.tp };
             if self.cp == 1 && !latent {
                 return Err(SpecError(
-                    "shard=on needs latent rows (MLA) or cp above 1; use shard=off, or cp=2 or more".into(),
+                    "shard=on needs latent rows (MLA) or cp above 1; use cp=2 or more, or a model with latent rows \
+                     (`--attention mla` makes them of others), or leave it out".into(),
                 ));
             }
             TokenMap::PageSharded { ranks }

@@ -58,7 +58,11 @@ fn specifications_that_do_not_fit_the_model_name_the_model() {
             "layers: layer 12 is in two stages; the stages must hold layers 0 to 29, each once",
         ),
         ("layers=0-29/30-40", "layers: stage 30-40 has no layer of the model, which has layers 0 to 29"),
-        ("tp=4,shard=on", "shard=on needs latent rows (MLA) or cp above 1; use shard=off, or cp=2 or more"),
+        (
+            "tp=4,shard=on",
+            "shard=on needs latent rows (MLA) or cp above 1; use cp=2 or more, or a model with latent rows (`--attention mla` makes \
+             them of others), or leave it out",
+        ),
         ("tp=1024,pp=8", "8 stages x cp 1 x tp 1024 is more than the 4096 ranks supported"),
     ] {
         let spec: LayoutSpec = text.parse().unwrap();

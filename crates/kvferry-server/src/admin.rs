@@ -94,6 +94,13 @@ pub struct CapacityReply {
 impl CapacityReply {
     pub(crate) fn of(instance: &InstanceId, engine: &Engine, longest_prompt: LongestPrompt) -> Self {
         let capacity = engine.capacity();
+        let longest_prompt = match longest_prompt {
+            // No request comes to the other path.
+            LongestPrompt::Prefill { normal, .. } if capacity.prefix_cache => {
+                LongestPrompt::Prefill { normal, ignore_eos: normal }
+            }
+            other => other,
+        };
         Self {
             instance: instance.clone(),
             max_model_len: capacity.max_model_len,

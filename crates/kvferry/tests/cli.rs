@@ -118,6 +118,7 @@ fn what_people_see_fits_80_columns() {
         "--prefill tp=4,shard=on --decode tp=4,dcp=2,interleave=16,page=4096 --tokens 100000000 --page 1024 \
          --model-shape mla:7x576xbf16@3/7/11/15/19/23/26+kda:20x32x128",
         "--decode cp=2 --model-shape mla:1x8",
+        "--capacity --decode cp=2 --model-shape mla:1x8",
         "--prefill tp=4,kv=f32 --decode tp=4,dcp=4,kv=fp8 --convert-kv --model-shape mla:61x576xbf16 --tokens 32768",
         "--decode tp=2,dcp=2 --model-shape mla:1x8+kda:1x2x4@0 --tokens 5 --page 2 --rows",
     ] {
@@ -154,6 +155,16 @@ fn what_people_see_fits_80_columns() {
         let run = kvferry(&args);
         assert!(!run.stdout.is_empty(), "{args:?}: {}", run.all());
         common::assert_narrow(&run.stdout);
+    }
+}
+
+#[test]
+fn prefill_that_could_hold_no_prompt_does_not_start() {
+    let args = ["serve", "--role", "prefill", "--model", "embedded:llama_tiny", "--layout", "cp=4,shard=on"];
+    let run = kvferry(&[&args[..], &["--pool-tokens", "64", "--registry", "http://127.0.0.1:1"]].concat());
+    assert_eq!(run.code, Some(2), "{}", run.all());
+    for part in ["pool-tokens=64", "no prompt would fit", "use at least 83"] {
+        assert!(run.stderr.contains(part), "{}", run.all());
     }
 }
 

@@ -99,10 +99,16 @@ pub(super) fn run(args: &MemoryBench, runtime: &Runtime) -> Result<ExitCode, Fai
     let checkpoint = located.open()?;
     let config = checkpoint.config();
     let context = args.context.min(config.longest_possible());
-    let cases = cases(config).into_iter().map(|(attention, name, over)| {
+    let kinds = cases(config);
+    let bar = progress.things("engines", (kinds.len() * RANKS.len()) as u64);
+    let cases = kinds.into_iter().map(|(attention, name, over)| {
         let options = LoadOptions { attention, ..LoadOptions::default() };
         let model = Model::from_checkpoint(&checkpoint, options)?;
-        let rows = RANKS.into_iter().map(|ranks| row(&model, over, ranks, context));
+        let rows = RANKS.into_iter().map(|ranks| {
+            let row = row(&model, over, ranks, context);
+            bar.inc(1);
+            row
+        });
         Ok(Case { attention: name, over, rows: rows.collect::<Result<_, Failure>>()? })
     });
     let document = Document {
@@ -113,6 +119,7 @@ pub(super) fn run(args: &MemoryBench, runtime: &Runtime) -> Result<ExitCode, Fai
         chunk_tokens: CHUNK,
         cases: cases.collect::<Result<_, Failure>>()?,
     };
+    bar.finish_and_clear();
     if let Some(path) = &args.svg {
         write_svg(path, &draw(&document))?;
     }

@@ -4,8 +4,8 @@ use std::fmt::Write;
 
 use comfy_table::CellAlignment;
 use kvferry_plan::{
-    AdmissionPath, Axis, Capacity, Footprint, LongestPrompt, Placement, PoolLayout, PoolSize, RankFootprint,
-    RankId, Unsupported,
+    AdmissionPath, Axis, Capacity, Footprint, LongestPrompt, Pair, Placement, PoolLayout, PoolSize,
+    RankFootprint, RankId, Unsupported,
 };
 use serde::Serialize;
 
@@ -30,19 +30,23 @@ pub(super) struct Answer {
 
 impl Answer {
     pub(super) fn to(request: &Request, args: &PlanArgs) -> Result<Self, Unsupported> {
-        let footprint = |name: &str, side: &Side, longest: fn(&Capacity) -> LongestPrompt| {
-            let wrong = |axis, reason| Unsupported { axis, reason: format!("{name}: {reason}") };
-            let placement = side.placement.clone().map_err(|e| wrong(Axis::Placement, e))?;
-            placement.check(&request.shape).map_err(|e| wrong(Axis::Placement, e.to_string()))?;
-            let (pages, pools) = pools(request, &placement, args).map_err(|e| wrong(Axis::Size, e))?;
-            let parts = placement.parts;
+        let wrong =
+            |name: &str, axis, reason: String| Unsupported { axis, reason: format!("{name}: {reason}") };
+        let placement = |name: &str, side: &Side| {
+            side.placement.clone().map_err(|e| wrong(name, Axis::Placement, e.to_string()))
+        };
+        let (src, dst) = (placement("prefill", &request.prefill)?, placement("decode", &request.decode)?);
+        let pair = Pair::with(request.shape.clone(), src, dst, request.dtypes)?;
+        let footprint = |name: &str, placement: &Placement, longest: fn(&Capacity) -> LongestPrompt| {
+            let (pages, pools) = pools(request, placement, args).map_err(|e| wrong(name, Axis::Size, e))?;
+            let parts = placement.parts.clone();
             let capacity =
                 Capacity { max_model_len: UNLIMITED, made_for: UNLIMITED, pages, parts, prefix_cache: true };
             Ok(Footprint::new(&capacity, longest(&capacity), &pools))
         };
         Ok(Self {
-            prefill: footprint("prefill", &request.prefill, LongestPrompt::prefill)?,
-            decode: footprint("decode", &request.decode, LongestPrompt::decode)?,
+            prefill: footprint("prefill", pair.src(), LongestPrompt::prefill)?,
+            decode: footprint("decode", pair.dst(), LongestPrompt::decode)?,
         })
     }
 

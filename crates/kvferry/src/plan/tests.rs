@@ -79,8 +79,10 @@ fn capacity_of_pools() {
     insta::assert_snapshot!("capacity", ask(&format!("{sharded} --pool-tokens 131072")));
     insta::assert_snapshot!(
         "capacity_hybrid",
-        ask("--capacity --prefill tp=2,pp=2 --decode tp=3,kv=fp8 --pool-tokens 1000 --state-slots 8 \
-             --model-shape mla:2x576@3/7+kda:6x32x128@0-2/4-6")
+        ask(
+            "--capacity --prefill tp=2,pp=2 --decode tp=3,kv=fp8 --convert-kv --pool-tokens 1000 --state-slots 8 \
+             --model-shape mla:2x576@3/7+kda:6x32x128@0-2/4-6"
+        )
     );
     insta::assert_snapshot!(
         "json_capacity",
@@ -88,6 +90,8 @@ fn capacity_of_pools() {
     );
     for (line, exit, says) in [
         ("--prefill tp=2,shard=on --model-shape gqa:2x2x8", 1, "prefill: shard=on needs latent rows (MLA)"),
+        ("--decode cp=2 --model-shape mla:2x8", 1, "the target has cp 2; 1 is supported"),
+        ("--decode tp=1,kv=fp8 --model-shape mla:2x8xbf16", 1, "--convert-kv"),
         ("--model-shape mla:2x8 --pool-tokens 0", 2, "--pool-tokens 0: a pool holds at least 1 token"),
         ("--model-shape mla:2x8 --pool-tokens 18446744073709551615 --page 1", 2, "less than 2^32 pages"),
         (

@@ -132,7 +132,7 @@ impl Totals {
         if *proven {
             terminal::line(styled(Look::Good, format_args!("proven: all {cases} cases")));
         } else {
-            terminal::line(styled(Look::Bad, format_args!("NOT proven: {bad} of {cases} cases")));
+            terminal::line(styled(Look::Bad, format_args!("NOT proven: {bad} of {cases} cases failed")));
         }
     }
 }
