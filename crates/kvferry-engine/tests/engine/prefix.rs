@@ -211,7 +211,7 @@ fn one_short_prefix_does_not_use_up_one_rank() {
     drop(hand_off(0));
     all_free(&engine);
     let leases: Vec<_> = (1..=12).map(hand_off).collect();
-    let cached: Vec<u64> = leases.iter().map(|lease| lease.cached()).collect();
+    let cached: Vec<u64> = leases.iter().map(kvferry_engine::RoomLease::cached).collect();
     assert_eq!(cached, [[4; 8].as_slice(), &[0; 4]].concat());
     drop(leases);
     all_free(&engine);
