@@ -50,7 +50,7 @@ pub(crate) struct PlanArgs {
     #[arg(long, help_heading = "Request")]
     pub(crate) scattered: bool,
     /// Say which prompts pools of a size let in, and what they take on each rank, instead of what crosses
-    #[arg(long, conflicts_with_all = ["tokens", "convert_kv", "scattered", "rows", "svg"])]
+    #[arg(long, conflicts_with_all = ["tokens", "scattered", "rows", "svg"])]
     pub(crate) capacity: bool,
     /// With --capacity: tokens that the pool of each side holds
     #[arg(long, value_name = "TOKENS", default_value_t = POOL_TOKENS, requires = "capacity")]
