@@ -467,12 +467,13 @@ fn instances_say_what_they_can_hold_and_what_it_takes() {
     }
     assert_eq!(prefill.scratch_bytes.0, 0);
     // And so it is with pages that are dealt, of rows that both had: 63 pages and one, so that there are as many on both.
+    // Only without a prefix cache has `ignore_eos` a limit of its own.
     let sharded = ["--layout", "tp=2,shard=on,page=16", "--pool-tokens", "1000", "--max-model-len", "2000"];
     let server = instance_of(
         "embedded:kimi_linear_tiny",
         &cluster.registry,
         "prefill",
-        &[&sharded[..], &["--instance", "sharded"]].concat(),
+        &[&sharded[..], &["--instance", "sharded", "--no-prefix-cache"]].concat(),
     );
     let told = cluster.runtime.block_on(client(&server).capacity()).unwrap();
     let pool = told.footprint;
