@@ -108,6 +108,12 @@ class Cluster:
         wait_until(lambda: is_ready(instances[-1]), "the router finds its instances")
         return cls([instances[-1], *instances[:-1], registry])
 
+    def is_linked(self):
+        """Whether every prefill instance has a link to every decode instance."""
+        nodes = {name: ledger["node"] for name, ledger in self.ledgers().items() if "node" in ledger}
+        decodes = sum(name.startswith("decode") for name in nodes)
+        return all(node["links"] == decodes for name, node in nodes.items() if name.startswith("prefill"))
+
     def ledgers(self):
         return {process.instance: process.ledger() for process in self.processes}
 
