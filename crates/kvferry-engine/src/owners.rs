@@ -16,6 +16,11 @@ impl ShardRanks {
         Self(ranks.max(1))
     }
 
+    /// All classes.
+    pub(crate) fn classes(self) -> impl DoubleEndedIterator<Item = OwnerClass> {
+        (0..self.0).map(OwnerClass)
+    }
+
     /// The class of a page.
     pub(crate) fn owner(self, page: PageId) -> OwnerClass {
         OwnerClass(page.0 % self.0)
@@ -27,7 +32,7 @@ impl ShardRanks {
     }
 
     /// Entries from one of `start` to the next one of `class`.
-    pub(crate) fn since(self, start: OwnerClass, class: OwnerClass) -> u32 {
+    fn since(self, start: OwnerClass, class: OwnerClass) -> u32 {
         (class.0 + self.0 - start.0) % self.0
     }
 }
@@ -35,6 +40,13 @@ impl ShardRanks {
 /// The shard rank that holds a page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct OwnerClass(u32);
+
+impl OwnerClass {
+    /// Its place among all.
+    pub(crate) fn index(self) -> usize {
+        self.0 as usize
+    }
+}
 
 /// Pages that follow each other in a table and are to be taken.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -70,7 +82,7 @@ impl ClassCounts {
 
     fn of_owner(&mut self, page: PageId) -> &mut u32 {
         let class = self.ranks().owner(page);
-        &mut self.0[class.0 as usize]
+        &mut self.0[class.index()]
     }
 
     /// As many pages more as `other` has.
@@ -105,8 +117,7 @@ impl ClassCounts {
 
     /// The class from which on most pages can be had in turn, of several the lowest.
     pub(crate) fn best(&self) -> OwnerClass {
-        let classes = (0..self.ranks().0).map(OwnerClass);
-        classes.rev().max_by_key(|class| self.longest(*class)).unwrap_or(OwnerClass(0))
+        self.ranks().classes().rev().max_by_key(|class| self.longest(*class)).unwrap_or(OwnerClass(0))
     }
 
     /// The class with most pages, of several the lowest.
@@ -205,12 +216,12 @@ impl<L: FreeList> Owners<L> {
             .into_iter()
             .zip(chains)
             .flat_map(|(start, chain)| (0..chain.pages).map(move |entry| ranks.after(start, entry)));
-        Ok(entries.filter_map(|class| self.lists[class.0 as usize].take()).collect())
+        Ok(entries.filter_map(|class| self.lists[class.index()].take()).collect())
     }
 
     /// Takes a page back. It can be had at once.
     pub(crate) fn put(&mut self, page: PageId) {
-        self.lists[self.ranks.owner(page).0 as usize].put(page);
+        self.lists[self.ranks.owner(page).index()].put(page);
     }
 }
 

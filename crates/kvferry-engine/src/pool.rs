@@ -41,8 +41,10 @@ impl Held {
 pub(crate) struct Pool {
     arena: Arc<Arena>,
     held: Vec<Held>,
-    /// Ranks over which logical pages are dealt, and this one's place among them.
-    shard: (u32, u32),
+    /// Ranks over which logical pages are dealt.
+    shard_ranks: u32,
+    /// This one's place among them.
+    shard_rank: u32,
 }
 
 /// The pools of ranks that have the same heads of the same layers to themselves: each has some of the pages (KV
@@ -140,15 +142,13 @@ impl Pool {
             })
             .collect();
         let arena = Arena::new(&format!("kv-rank-{rank}"), layout)?;
-        let rows = shape.parts.iter().find(|part| part.state.is_none());
-        let class = rows.map_or(0, |part| placement.class(part.part, rank));
-        Ok(Self { arena: Arc::new(arena), held, shard: (placement.shard_ranks(), class) })
+        let (shard_ranks, shard_rank) = (placement.shard_ranks(), placement.shard_rank(rank));
+        Ok(Self { arena: Arc::new(arena), held, shard_ranks, shard_rank })
     }
 
     /// This rank's number of a page of the instance, if it holds it.
     pub(crate) fn local_page(&self, page: PageId) -> Option<PageId> {
-        let (ranks, class) = self.shard;
-        (ranks == 1 || page.0 % ranks == class).then(|| PageId(page.0 / ranks))
+        (page.0 % self.shard_ranks == self.shard_rank).then(|| PageId(page.0 / self.shard_ranks))
     }
 
     /// The memory.
@@ -196,7 +196,7 @@ impl Pool {
     }
 
     /// Bytes of a buffer for `rows` rows of the part that has the longest, as they are read.
-    pub(crate) fn assembled(&self, rows: u64) -> u64 {
+    pub(crate) fn assembly_bytes(&self, rows: u64) -> u64 {
         let of_rows = self.held.iter().filter(|held| !held.layout.part.is_state());
         let elems = of_rows.map(|held| held.elems as u64).max().unwrap_or(0);
         rows.saturating_add(1).saturating_mul(elems).saturating_mul(size_of::<f32>() as u64)
@@ -398,7 +398,7 @@ impl<'a> Sharers<'a> {
         values: &[f32],
         narrow: &mut Narrow,
     ) -> Result<(), EngineError> {
-        if self.own.shard.0 > 1 {
+        if self.own.shard_ranks > 1 {
             return self.own.write(at, table, token, values, narrow);
         }
         self.all().try_for_each(|pool| pool.write(at, table, token, values, narrow))

@@ -100,8 +100,8 @@ pub(crate) struct Prefixes {
     nodes: HashMap<NodeId, Node>,
     next: NodeId,
     clock: u64,
-    /// Leaves that nobody reads, the one that was left first in front.
-    idle: BTreeSet<(u64, NodeId)>,
+    /// Leaves that nobody reads, by the class of their last page; the one that was left first in front.
+    idle: Vec<BTreeSet<(u64, NodeId)>>,
     /// Pages of nodes that nobody reads: whole subtrees, so that all of them can be evicted from the leaves up.
     unread: ClassCounts,
     /// Nodes with a stored state, the one that was used longest ago in front.
@@ -113,7 +113,7 @@ impl Prefixes {
     pub(crate) fn new(block: PrefixBlock, ranks: ShardRanks) -> Option<Self> {
         let tokens = usize::try_from(block.tokens).ok().filter(|tokens| *tokens > 0)?;
         let nodes = HashMap::from([(ROOT, Node::default())]);
-        let (idle, states) = (BTreeSet::new(), BTreeSet::new());
+        let (idle, states) = (ranks.classes().map(|_| BTreeSet::new()).collect(), BTreeSet::new());
         let unread = ClassCounts::none(ranks);
         Some(Self { tokens, nodes, next: ROOT + 1, clock: 0, idle, unread, states })
     }
@@ -247,10 +247,21 @@ impl Prefixes {
                 node.used = self.clock;
                 node.pages.iter().for_each(|page| self.unread.add(*page));
                 if node.children.is_empty() {
-                    self.idle.insert((node.used, id));
+                    let (used, class) = (node.used, self.class(id));
+                    self.idle_of(class).insert((used, id));
                 }
             }
         }
+    }
+
+    /// The class of a node's last page.
+    fn class(&self, id: NodeId) -> OwnerClass {
+        let last = self.nodes.get(&id).and_then(|node| node.pages.last());
+        self.unread.ranks().owner(last.copied().unwrap_or(PageId(0)))
+    }
+
+    fn idle_of(&mut self, class: OwnerClass) -> &mut BTreeSet<(u64, NodeId)> {
+        &mut self.idle[class.index()]
     }
 
     /// Takes a block out so that there is, soon, a page of the class that is `short`: along a path owners take turns, so it
@@ -258,18 +269,15 @@ impl Prefixes {
     /// `None` when all are held.
     pub(crate) fn evict(&mut self, short: OwnerClass) -> Option<Evicted> {
         let ranks = self.unread.ranks();
-        let below = |id: &NodeId| {
-            let pages = self.nodes.get(id).map(|node| node.pages.iter());
-            pages.into_iter().flatten().map(|page| ranks.since(short, ranks.owner(*page))).min()
-        };
-        let (used, id) = self.idle.iter().min_by_key(|(used, id)| (below(id), *used)).copied()?;
-        self.idle.remove(&(used, id));
+        let mut below = (0..).zip(ranks.classes()).map(|(entries, _)| ranks.after(short, entries));
+        let (_, id) = below.find_map(|class| self.idle_of(class).pop_first())?;
         let node = self.nodes.remove(&id)?;
         node.pages.iter().for_each(|page| self.unread.remove(*page));
         if let Some(parent) = self.nodes.get_mut(&node.parent) {
             parent.children.remove(&node.tokens);
             if node.parent != ROOT && parent.readers == 0 && parent.children.is_empty() {
-                self.idle.insert((parent.used, node.parent));
+                let (used, class) = (parent.used, self.class(node.parent));
+                self.idle_of(class).insert((used, node.parent));
             }
         }
         if let Some(stored) = &node.state {
@@ -283,12 +291,14 @@ impl Prefixes {
     }
 
     fn read(&mut self, id: NodeId) {
+        let class = self.class(id);
         let Some(node) = self.nodes.get_mut(&id) else { return };
-        if node.readers == 0 {
-            self.idle.remove(&(node.used, id));
-            node.pages.iter().for_each(|page| self.unread.remove(*page));
-        }
         node.readers += 1;
+        if node.readers == 1 {
+            node.pages.iter().for_each(|page| self.unread.remove(*page));
+            let used = node.used;
+            self.idle_of(class).remove(&(used, id));
+        }
     }
 
     /// Every page of the tree.

@@ -96,7 +96,7 @@ impl Rows {
         let table = lease.table().clone();
         let slot = lease.slot().zip(arenas.first());
         let slot = slot.map(|(slot, arena)| Ok::<_, EngineError>((slot, arena.slot_generation(slot)?)));
-        let owners = owners(shape, placement, &arenas);
+        let owners = owners(placement, &arenas);
         let generation = |page: &PageId| generation(placement, &owners, *page);
         let generations = table.0.iter().map(generation).collect::<Result<_, _>>()?;
         Ok(Self {
@@ -315,7 +315,7 @@ impl Rows {
     /// A page or slot that has changed its owner since holds another request's rows.
     fn alive(&self) -> Result<(), EngineError> {
         let Some(arena) = self.arenas.first() else { return Ok(()) };
-        let owners = owners(&self.shape, &self.placement, &self.arenas);
+        let owners = owners(&self.placement, &self.arenas);
         for (page, then) in self.table.0.iter().zip(&self.generations) {
             if generation(&self.placement, &owners, *page)? != *then {
                 return Err(EngineError::UnknownRoom(self.key));
@@ -331,10 +331,8 @@ impl Rows {
 }
 
 /// By shard rank an arena of it; without KV sharding that of any rank, where all pages are.
-fn owners<'a>(shape: &CacheShape, placement: &Placement, arenas: &'a [Arc<Arena>]) -> Vec<&'a Arena> {
-    let rows = shape.parts.iter().find(|part| part.state.is_none());
-    let class = |rank| rows.map_or(0, |part| placement.class(part.part, rank));
-    let of = |owner| (0..).map(RankId).zip(arenas).find(|(rank, _)| class(*rank) == owner);
+fn owners<'a>(placement: &Placement, arenas: &'a [Arc<Arena>]) -> Vec<&'a Arena> {
+    let of = |owner| (0..).map(RankId).zip(arenas).find(|(rank, _)| placement.shard_rank(*rank) == owner);
     let owners = (0..placement.shard_ranks()).map(of);
     owners.map_while(|found| found.map(|(_, arena)| &**arena)).collect()
 }

@@ -139,7 +139,8 @@ pub(crate) struct EngineArgs {
     #[arg(long, value_name = "STATES", default_value_t = EngineConfig::default().state_slots,
           value_parser = clap::value_parser!(u32).range(1..), help_heading = "Engine")]
     pub(crate) state_slots: u32,
-    /// Steps that only generate: as many rows as requests, or padded to captured shapes in memory that never grows
+    /// Steps that only generate: as many rows as requests, or padded to captured shapes in memory that never grows (with cp
+    /// always the former)
     #[arg(long, value_enum, default_value_t = DecodeBatchArg::Eager, help_heading = "Engine")]
     pub(crate) decode_batch: DecodeBatchArg,
     /// Epsilon of the norms in latent attention (DeepSeek, Kimi): the published code's, or the configuration's

@@ -148,15 +148,5 @@ fn only_a_model_without_positions_may_be_asked_for_longer_sequences() {
 /// The cases count what prefill finds in its cache: these are the suite's own.
 #[test]
 fn options_that_change_what_the_cases_find_are_refused() {
-    for option in [
-        &["--state-slots", "1"][..],
-        &["--no-prefix-cache"],
-        &["--pool-tokens", "100"],
-        &["--chunk", "7"],
-        &["--model", "embedded:llama_tiny"],
-    ] {
-        let run = kvferry(&[&QUICK[..], option].concat());
-        assert_eq!(run.code, Some(2), "{}", run.all());
-        assert!(run.all().contains(option[0]), "{}", run.all());
-    }
+    common::assert_suite_keeps_its_own_options(&QUICK);
 }

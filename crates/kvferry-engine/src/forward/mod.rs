@@ -160,7 +160,7 @@ impl Forward {
         if placement.shard_ranks() > 1 {
             // Known and taken now: a rank has to read what is another's, whatever else there is memory for.
             let tokens = usize::try_from(longest).unwrap_or(usize::MAX);
-            let needs = pools.iter().map(|pool| pool.assembled(longest)).fold(0, u64::saturating_add);
+            let needs = pools.iter().map(|pool| pool.assembly_bytes(longest)).fold(0, u64::saturating_add);
             let left = available().unwrap_or(u64::MAX);
             if needs > left {
                 return Err(EngineError::Config(format!(

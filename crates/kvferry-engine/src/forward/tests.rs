@@ -268,6 +268,22 @@ fn same_bits(reference: &Trace, other: &Trace, context: &str) {
     same_cache(&reference.rows, other, context);
 }
 
+/// A prompt in chunks and beside `others`, on one rank and in a layout.
+fn same_as_one_rank(
+    model: &Arc<Model>,
+    (layout, kv): (&str, Dtype),
+    (length, chunk): (usize, usize),
+    others: &[usize],
+    seed: u64,
+) {
+    let first = prompt(length, seed);
+    let others: Vec<Vec<u32>> =
+        others.iter().enumerate().map(|(i, l)| prompt(*l, seed ^ (i as u64 + 1))).collect();
+    let reference = trace(model, "tp=1,page=16", kv, length, &first, &[]);
+    let other = trace(model, layout, kv, chunk, &first, &others);
+    same_bits(&reference, &other, layout);
+}
+
 /// The models of the layout tests; those made with grouped queries also in their rewritten form.
 const MODELS: [(&str, Attention); 6] = [
     ("llama_tiny", Attention::Gqa),
@@ -330,12 +346,7 @@ proptest! {
         let (name, attention) = MODELS[which];
         let model = model(name, attention, Arith::Canonical);
         let layout = layout.replace("LAST", &(model.config().layers - 1).to_string());
-        let first = prompt(length, seed);
-        let others: Vec<Vec<u32>> =
-            others.iter().enumerate().map(|(i, l)| prompt(*l, seed ^ (i as u64 + 1))).collect();
-        let reference = trace(&model, "tp=1,page=16", kv, length, &first, &[]);
-        let other = trace(&model, &layout, kv, chunk, &first, &others);
-        same_bits(&reference, &other, &layout);
+        same_as_one_rank(&model, (&layout, kv), (length, chunk), &others, seed);
     }
 
     /// Logits and cache have the bits of one rank, one chunk and no neighbours.
@@ -354,12 +365,7 @@ proptest! {
             }
             _ => layout,
         };
-        let first = prompt(length, seed);
-        let others: Vec<Vec<u32>> =
-            others.iter().enumerate().map(|(i, l)| prompt(*l, seed ^ (i as u64 + 1))).collect();
-        let reference = trace(&model, "tp=1,page=16", kv, length, &first, &[]);
-        let other = trace(&model, &layout, kv, chunk, &first, &others);
-        same_bits(&reference, &other, &layout);
+        same_as_one_rank(&model, (&layout, kv), (length, chunk), &others, seed);
     }
 }
 

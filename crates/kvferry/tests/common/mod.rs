@@ -52,6 +52,21 @@ pub(crate) fn kvferry(args: &[&str]) -> Run {
     finish(command(args).output().unwrap())
 }
 
+/// A suite refuses options that change what its cases find, rather than ignore them.
+pub(crate) fn assert_suite_keeps_its_own_options(suite: &[&str]) {
+    for option in [
+        &["--state-slots", "1"][..],
+        &["--no-prefix-cache"],
+        &["--pool-tokens", "100"],
+        &["--chunk", "7"],
+        &["--model", "embedded:llama_tiny"],
+    ] {
+        let run = kvferry(&[suite, option].concat());
+        assert_eq!(run.code, Some(2), "{}", run.all());
+        assert!(run.all().contains(option[0]), "{}", run.all());
+    }
+}
+
 pub(crate) fn finish(output: Output) -> Run {
     Run {
         code: output.status.code(),

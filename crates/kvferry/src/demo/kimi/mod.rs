@@ -19,7 +19,7 @@ use super::{
     reference::Plan,
     report::{Finding, Outcome},
     suite::{
-        Answers, Judge, layout, own_models,
+        Answers, Judge, conclude, layout, own_models,
         report::{CaseReport, Refused},
     },
 };
@@ -27,7 +27,6 @@ use crate::{
     args::{DemoArgs, EngineArgs},
     failure::Failure,
     model::{Located, Progress},
-    terminal,
 };
 use cases::{Case, How, Section};
 use misfits::Misfit;
@@ -63,12 +62,7 @@ pub(crate) async fn run(args: DemoArgs) -> Result<ExitCode, Failure> {
     }
     bar.finish_and_clear();
     let proven = suite.finish();
-    if args.json {
-        terminal::line(serde_json::to_string(&suite).map_err(|e| Failure::new(Blame::Us, e))?);
-    } else {
-        suite.verdict();
-    }
-    Ok(if proven { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+    conclude(&args, &suite, proven, Suite::verdict)
 }
 
 /// The command line that the instances of a section and its reference are started with.

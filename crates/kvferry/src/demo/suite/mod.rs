@@ -6,12 +6,14 @@ pub(super) mod report;
 
 use std::{
     collections::{HashMap, hash_map::Entry},
+    process::ExitCode,
     sync::Arc,
 };
 
 use futures_util::future::join_all;
 use kvferry_engine::Model;
 use kvferry_plan::{Blame, LayoutSpec};
+use serde::Serialize;
 
 use super::{
     cluster::Handle,
@@ -20,7 +22,7 @@ use super::{
     reference::{Answer, Plan},
     report::{Finding, Outcome},
 };
-use crate::{args::DemoArgs, failure::Failure, model::Located, serve::blocking};
+use crate::{args::DemoArgs, failure::Failure, model::Located, serve::blocking, terminal};
 
 /// A prompt, and what is right.
 #[derive(Clone, Debug)]
@@ -47,6 +49,21 @@ pub(super) fn own_models(args: &DemoArgs) -> Result<(), Failure> {
             "--model {model}: the cases of this suite are about its own models; leave it out, or use --suite matrix"
         ))),
     }
+}
+
+/// Says what came of a suite, for people or for programs; the exit status is whether it is `proven`.
+pub(super) fn conclude<S: Serialize>(
+    args: &DemoArgs,
+    suite: &S,
+    proven: bool,
+    verdict: impl FnOnce(&S),
+) -> Result<ExitCode, Failure> {
+    if args.json {
+        terminal::line(serde_json::to_string(suite).map_err(|e| Failure::new(Blame::Us, e))?);
+    } else {
+        verdict(suite);
+    }
+    Ok(if proven { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
 /// A layout that a suite names.
