@@ -104,9 +104,9 @@ impl Bank {
     /// A slot for `peer`. Who has none waits for as long as `wait`; who has some gets another one only when nobody waits.
     pub(super) fn take(&self, peer: Incarnation, has_some: bool, wait: Duration) -> Taken {
         let mut state = lock(&self.state);
-        if !has_some && !state.closed && free(&mut state).is_none() {
+        if !has_some && !state.closed && self.free(&mut state).is_none() {
             state.waiting += 1;
-            let none = |state: &mut State| !state.closed && free(state).is_none() && !spent(state);
+            let none = |state: &mut State| !state.closed && self.free(state).is_none() && !spent(state);
             (state, _) =
                 self.freed.wait_timeout_while(state, wait, none).unwrap_or_else(PoisonError::into_inner);
             state.waiting -= 1;
@@ -115,7 +115,7 @@ impl Bank {
         if state.closed {
             return Taken::Spent;
         }
-        match free(&mut state).filter(|_| first_come) {
+        match self.free(&mut state).filter(|_| first_come) {
             Some(index) => self.hold(&mut state, index, peer),
             None if spent(&state) => Taken::Spent,
             None => Taken::None,
@@ -129,12 +129,12 @@ impl Bank {
             *slot = Slot::Held(Holder { peer, serial, _gauge: Gauge::new(&self.counters, |c| &c.slots) });
         }
         let slot = SlotRef { era: self.era, index: u32::try_from(index).unwrap_or(u32::MAX), serial };
-        self.at_gate(slot, |gate, place| gate.open(place));
+        self.at_gate(slot.index, |gate, place| gate.open(place));
         Taken::Slot(slot)
     }
 
-    fn at_gate(&self, slot: SlotRef, f: impl FnOnce(&dyn Gate, BlockSpan)) {
-        let at = Bytes(self.each.0.saturating_mul(u64::from(slot.index)));
+    fn at_gate(&self, index: u32, f: impl FnOnce(&dyn Gate, BlockSpan)) {
+        let at = Bytes(self.each.0.saturating_mul(u64::from(index)));
         if let (Some(gate), Some(place)) = (&self.gate, self.span.part(at, self.each)) {
             f(&**gate, place);
         }
@@ -144,7 +144,7 @@ impl Bank {
     pub(super) fn settle(&self, slot: SlotRef, peer: Incarnation) {
         let mut state = lock(&self.state);
         if let Some(free) = self.at(&mut state, slot, peer) {
-            self.at_gate(slot, |gate, place| gate.shut(place));
+            self.at_gate(slot.index, |gate, place| gate.shut(place));
             *free = Slot::Free;
             self.freed.notify_all();
         }
@@ -188,23 +188,24 @@ impl Bank {
     /// True when no writer can reach its memory.
     pub(super) fn unreachable(&self) -> bool {
         let mut state = lock(&self.state);
-        reclaim(&mut state);
+        self.reclaim(&mut state);
         state.slots.iter().all(|slot| matches!(slot, Slot::Free))
     }
-}
 
-/// A free slot, after a look at whose writers have ended.
-fn free(state: &mut State) -> Option<usize> {
-    let any = |state: &State| state.slots.iter().position(|slot| matches!(slot, Slot::Free));
-    any(state).or_else(|| {
-        reclaim(state);
-        any(state)
-    })
-}
+    /// A free slot, after a look at whose writers have ended.
+    fn free(&self, state: &mut State) -> Option<usize> {
+        let any = |state: &State| state.slots.iter().position(|slot| matches!(slot, Slot::Free));
+        any(state).or_else(|| {
+            self.reclaim(state);
+            any(state)
+        })
+    }
 
-fn reclaim(state: &mut State) {
-    for slot in state.slots.iter_mut().filter(|slot| slot.orphaned()) {
-        *slot = Slot::Free;
+    fn reclaim(&self, state: &mut State) {
+        for (index, slot) in (0..).zip(&mut state.slots).filter(|(_, slot)| slot.orphaned()) {
+            self.at_gate(index, |gate, place| gate.shut(place));
+            *slot = Slot::Free;
+        }
     }
 }
 
@@ -299,6 +300,16 @@ mod tests {
         assert_eq!(open(), [0]);
         bank.settle(held[0], A);
         bank.settle(held[0], A);
+        assert!(open().is_empty());
+        // Nor is it open any more when its writer has ended instead.
+        let mut child = Command::new("sleep").arg("600").spawn().unwrap();
+        let witness = Witness::new(&ProcessId::of(child.id())).map(Arc::new);
+        let held = slot(bank.take(A, false, NOW));
+        bank.fence(&[held], A, witness.as_ref());
+        assert_eq!(open(), [u64::from(held.index) * 4096]);
+        child.kill().unwrap();
+        child.wait().unwrap();
+        assert!(bank.unreachable());
         assert!(open().is_empty());
     }
 

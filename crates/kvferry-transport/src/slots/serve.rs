@@ -183,7 +183,8 @@ impl<'a> Serving<'a> {
                 Taken::None if self.held.is_empty() && self.socket.quiet() => self.say(&Reply::Wait)?,
                 Taken::None => break,
                 Taken::Spent if self.held.is_empty() => self.renew()?,
-                Taken::Spent => return Err(Lost::Malformed("it holds slots of an agent that is closed")),
+                // Not all can be fenced off while it holds one: this end is closing.
+                Taken::Spent => return Err(Lost::Closed),
             }
         }
         Ok(())
