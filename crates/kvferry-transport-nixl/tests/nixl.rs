@@ -20,7 +20,7 @@ use std::{
 use kvferry_arena::Buffer;
 use kvferry_plan::Bytes;
 use kvferry_transport::{
-    DeviceId, MemoryKind, Transport, contract,
+    DeviceId, MemoryKind, Setup, Transport, TransportError, contract,
     slots::{BlockEngine, BlockSpan, EngineError, EnginePeer, Progress, SlotOptions},
 };
 use kvferry_transport_nixl::{NixlEngine, located, start};
@@ -32,13 +32,16 @@ const PATIENCE: Duration = Duration::from_secs(60);
 /// More than one message of any transport below.
 const SIZE: usize = 3 << 20;
 
-const TESTS: [(&str, fn()); 5] = [
+const TESTS: [(&str, fn()); 6] = [
     ("a_python_agent_writes_to_ours", python_writes),
     ("ours_writes_to_a_python_agent", python_is_written),
     ("a_write_to_a_stopped_agent_settles_when_it_goes_on", stopped),
     ("a_write_to_a_killed_agent_fails", killed),
     ("writes_outside_of_what_is_registered_are_refused", outside),
+    ("two_ends_that_have_met_and_are_idle_use_no_cpu", idle),
 ];
+/// In the environment of the process that [`idle`] measures.
+const IDLE: &str = "KVFERRY_TEST_IDLE";
 
 fn main() -> ExitCode {
     // UCX reads its environment when it is loaded. Plain TCP is what works in every container, and what waits for a peer
@@ -47,6 +50,10 @@ fn main() -> ExitCode {
         let us = std::env::current_exe().unwrap();
         let run = Command::new(us).args(std::env::args_os().skip(1)).env("UCX_TLS", "tcp").status().unwrap();
         return if run.success() { ExitCode::SUCCESS } else { ExitCode::FAILURE };
+    }
+    if std::env::var_os(IDLE).is_some() {
+        println!("{:?}", cpu_of_idle_ends().as_secs_f64());
+        return ExitCode::SUCCESS;
     }
     let mut arguments = Arguments::from_args();
     arguments.test_threads = Some(2);
@@ -70,10 +77,7 @@ fn main() -> ExitCode {
         trial(
             &format!("contract::{name}"),
             Box::new(move || {
-                check(&|setup| {
-                    let end = start(setup, small())?;
-                    Ok(Arc::new(end) as Arc<dyn Transport>)
-                });
+                check(&begin);
             }),
         )
     });
@@ -89,6 +93,10 @@ fn main() -> ExitCode {
         ),
     }
     conclusion.exit_code()
+}
+
+fn begin(setup: Setup) -> Result<Arc<dyn Transport>, TransportError> {
+    Ok(Arc::new(start(setup, small())?))
 }
 
 fn small() -> SlotOptions {
@@ -293,4 +301,34 @@ fn outside() {
     assert!(pair.ours.notify(EnginePeer(99), b"").is_err());
     assert!(pair.ours.connect(b"nonsense").is_err());
     pair.write().unwrap();
+}
+
+/// Measured in a process in which nothing else happens.
+fn idle() {
+    let us = std::env::current_exe().unwrap();
+    let run = Command::new(us).env(IDLE, "1").output().unwrap();
+    let said = String::from_utf8_lossy(&run.stdout);
+    let seconds: f64 = said.trim().parse().unwrap_or_else(|_| panic!("{run:?}"));
+    assert!(seconds < 0.1, "{seconds} s of CPU in {REST:?}");
+}
+
+const REST: Duration = Duration::from_secs(3);
+
+fn cpu_of_idle_ends() -> Duration {
+    let mut used = Duration::ZERO;
+    contract::at_rest(&begin, &mut || {
+        let before = cpu();
+        thread::sleep(REST);
+        used = cpu() - before;
+    });
+    used
+}
+
+/// Of all threads of this process so far.
+fn cpu() -> Duration {
+    let stat = std::fs::read_to_string("/proc/self/stat").unwrap();
+    let fields: Vec<_> = stat.rsplit_once(')').unwrap().1.split_whitespace().collect();
+    let ticks: u64 = fields[11..13].iter().map(|field| field.parse::<u64>().unwrap()).sum();
+    // A hundred a second on every Linux.
+    Duration::from_millis(10 * ticks)
 }

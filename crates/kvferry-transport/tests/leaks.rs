@@ -1,5 +1,5 @@
-//! A process that opens and closes ends for days keeps no thread and no descriptor. Alone in its process, because
-//! it counts those of the whole process.
+//! A process that opens and closes ends for days keeps no thread and no descriptor, and ends that have nothing to do use no
+//! CPU. Alone in its process, because it counts those of the whole process.
 
 #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 
@@ -15,7 +15,7 @@ fn count(what: &str) -> usize {
 }
 
 #[test]
-fn nothing_leaks() {
+fn nothing_leaks_and_nothing_spins() {
     let fabric = Fabric::default();
     let starts: [(&str, contract::Start<'_>); 4] = [
         ("mem", &|setup| Ok(Arc::new(Mem::new(setup)))),
@@ -41,5 +41,21 @@ fn nothing_leaks() {
             "{name}: {before:?} threads and descriptors became {:?}",
             (count("task"), count("fd"))
         );
+        let (mut used, rest) = (Duration::ZERO, Duration::from_secs(1));
+        contract::at_rest(start, &mut || {
+            let before = cpu();
+            std::thread::sleep(rest);
+            used = cpu() - before;
+        });
+        assert!(used < rest / 20, "{name}: {used:?} of CPU in {rest:?}");
     }
+}
+
+/// Of all threads so far.
+fn cpu() -> Duration {
+    let stat = fs::read_to_string("/proc/self/stat").unwrap();
+    let fields: Vec<_> = stat.rsplit_once(')').unwrap().1.split_whitespace().collect();
+    let ticks: u64 = fields[11..13].iter().map(|field| field.parse::<u64>().unwrap()).sum();
+    // A hundred a second on every Linux.
+    Duration::from_millis(10 * ticks)
 }

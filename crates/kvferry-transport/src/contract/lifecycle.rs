@@ -44,6 +44,15 @@ pub fn closed(start: Start<'_>) {
     assert!(matches!(world.executor().transport.open(&addr(&world)), Err(TransportError::Closed)));
 }
 
+/// Two ends that have moved something and have nothing to do, while `during` is called. It may measure what they use then;
+/// so this is none of [`super::CHECKS`], which run beside each other.
+pub fn at_rest(start: Start<'_>, during: &mut dyn FnMut()) {
+    let world = world(start, &Options::default());
+    let room = world.granted(1, TOKENS.end.0);
+    world.start(world.job(&room, RankId(0), TOKENS)).recv_timeout(PATIENCE).expect("never done").unwrap();
+    during();
+}
+
 /// The other end, as a peer.
 fn addr(world: &World) -> PeerAddr {
     let (incarnation, placement) = match world.mover() {

@@ -20,7 +20,7 @@ use std::sync::Arc;
 use crate::{Setup, Transport, TransportError};
 
 pub use geometry::{chunked, concurrent, converted, exact, large_units, long_runs, repeated, sharded};
-pub use lifecycle::{bounded, cancelled, closed, forgotten, gone, nothing_left, paced, restarted};
+pub use lifecycle::{at_rest, bounded, cancelled, closed, forgotten, gone, nothing_left, paced, restarted};
 pub use safety::{faults, fence, grants, refused, rotations, stale_pages, undigested};
 
 /// Starts an end of the back end.
