@@ -597,9 +597,14 @@ pub(crate) fn decodes(layout: &LayoutSpec) -> Result<(), String> {
         LayoutSpec { cp: 2.., .. } => "cp",
         _ => return Ok(()),
     };
-    Err(format!(
+    Err(only_prefill(key))
+}
+
+/// What is said of a key that a decode instance cannot have.
+pub(crate) fn only_prefill(key: &str) -> String {
+    format!(
         "`{key}` is for prefill; a decode instance deals tokens with dcp: leave it out, or use tp=N,dcp=N"
-    ))
+    )
 }
 
 fn address(text: &str) -> Result<SocketAddr, String> {

@@ -406,6 +406,33 @@ fn people_see_the_text_the_table_and_the_verdict() {
 }
 
 #[test]
+fn tables_break_no_word() {
+    let folder = tempfile::tempdir().unwrap();
+    let files = [3000, 40].map(|count| ids_file(folder.path(), count, 512, 1));
+    let [long, short] = files.each_ref().map(|file| ["--prompt-tokens", file.to_str().unwrap()]);
+    let layouts = ["tp=4,dcp=2,interleave=4,pp=3,page=24", "tp=6,dcp=3,interleave=4,layers=0-2/3,page=16"];
+    let args = ["demo", "--model", "embedded:llama_tiny", "--max-tokens", "2", "--prefill", layouts[0]];
+    let args = [&args[..], &["--decode", layouts[1]]].concat();
+    let rows = |more: &[&str]| -> Vec<Vec<String>> {
+        let run = kvferry(&[&args[..], more].concat());
+        assert_eq!(run.code, Some(0), "{}", run.all());
+        let lines = run.stdout.lines().filter(|line| line.starts_with('│'));
+        lines.map(|line| line.split('│').map(|cell| cell.trim().to_owned()).collect()).collect()
+    };
+    let several = rows(&[long, short].concat());
+    let [head, under, first, second] = &several[..] else { panic!("{several:#?}") };
+    assert_eq!(head[1..9], ["prompt", "KV", "runs", "transfer", "decode", "TTFT", "TTFT", "equal"]);
+    assert_eq!(under[1..9], ["tokens", "moved", "", "time", "waited", "two", "one", ""]);
+    assert_eq!([&first[1], &first[8], &second[1], &second[8]], ["3000", "bits", "40", "bits"]);
+    let single = rows(&short);
+    let shown: Vec<_> = single.iter().skip(1).take(4).map(|row| row[2].as_str()).collect();
+    assert_eq!(
+        shown,
+        ["tp=4,dcp=2,interleave=4,pp=3,", "page=24", "→ tp=6,dcp=3,interleave=4,", "layers=0-2/3-3,page=16"]
+    );
+}
+
+#[test]
 fn without_a_model_the_built_in_checkpoint_is_used_and_the_first_line_says_so() {
     let empty = tempfile::tempdir().unwrap();
     let run = finish(

@@ -142,7 +142,7 @@ fn the_matrix_proves_its_cells_and_finds_faults() {
     let run = kvferry(&quick);
     assert_eq!(run.code, Some(0), "{}", run.all());
     let report = run.json();
-    assert_eq!((&report["proven"], &report["cells"]), (&true.into(), &345.into()));
+    assert_eq!((&report["proven"], &report["cells"]), (&true.into(), &1140.into()));
     let sheets = report["sheets"].as_array().unwrap();
     let kinds: Vec<_> =
         sheets.iter().map(|s| (s["attention"].as_str().unwrap(), s["kv"].as_str().unwrap())).collect();
@@ -160,9 +160,9 @@ fn the_matrix_proves_its_cells_and_finds_faults() {
             .collect();
         pairs.sort_unstable();
         pairs.dedup();
-        // 5 layouts of both sides, and 3 of prefill: one deals latent rows over TP.
-        let prefills = if sheet["attention"] == "gqa" { 5 + 2 } else { 5 + 3 };
-        assert_eq!(pairs.len(), prefills * 5, "{sheet:#}");
+        // 10 layouts of both sides, and 3 of prefill: one deals latent rows over TP.
+        let prefills = if sheet["attention"] == "gqa" { 10 + 2 } else { 10 + 3 };
+        assert_eq!(pairs.len(), prefills * 10, "{sheet:#}");
         let (state, hybrid) = (&sheet["state"], sheet["attention"] == "hybrid");
         assert_eq!((state["equal"] == true, state["bytes"].as_u64() > Some(0)), (hybrid, hybrid), "{state}");
     }

@@ -14,6 +14,8 @@ use crate::{
 
 /// Characters of two layouts that stand beside each other.
 const LAYOUTS: usize = 28;
+/// Characters of a line of one that stands alone.
+const LAYOUT: usize = 30;
 
 /// Prints the table and the verdict.
 pub(super) fn print(report: &Report) {
@@ -43,7 +45,8 @@ fn single(report: &Report, prompt: &PromptReport) -> Table {
     };
     let two_lines = report.prefill.len() + report.decode.len() > LAYOUTS;
     let between = if two_lines { "\n→ " } else { " → " };
-    row("layout", format!("{}{between}{}", report.prefill, report.decode), "tp=1".into());
+    let [prefill, decode] = [&report.prefill, &report.decode].map(|layout| lines(layout));
+    row("layout", format!("{prefill}{between}{decode}"), "tp=1".into());
     let tokens = prompt.prompt_tokens.to_string();
     row("prompt tokens", tokens.clone(), tokens);
     row("time to first token", time(two.first_token), time(one.first_token));
@@ -63,7 +66,21 @@ fn single(report: &Report, prompt: &PromptReport) -> Table {
     table
 }
 
-/// Several prompts: a row for each.
+/// A layout in lines that end with a comma, where it is long.
+fn lines(layout: &str) -> String {
+    let (mut lines, mut column) = (String::new(), 0);
+    for item in layout.split_inclusive(',') {
+        if column > 0 && column + item.len() > LAYOUT {
+            lines.push_str("\n  ");
+            column = 2;
+        }
+        lines.push_str(item);
+        column += item.len();
+    }
+    lines
+}
+
+/// Several prompts: a row for each, as wide as their numbers are.
 fn several(report: &Report, prompts: &[PromptReport]) -> Table {
     let mut table = terminal::table();
     let layouts = format!("{} → {}\nover {}", report.prefill, report.decode, report.transport);
@@ -78,15 +95,17 @@ fn several(report: &Report, prompts: &[PromptReport]) -> Table {
             "decode\nwaited",
             "TTFT\ntwo",
             "TTFT\none",
-            "tokens\nequal",
-            "bits\nequal",
-            "logprob\ndifference",
+            "equal",
         ]
         .map(|head| right(head.into())),
     );
     for prompt in prompts {
         let outcome = &prompt.outcome;
-        let yes = |is: bool| if is { "yes" } else { "no" }.to_owned();
+        let equal = match (outcome.tokens_equal, outcome.bit_equal) {
+            (true, true) => "bits",
+            (true, false) => "tokens",
+            (false, _) => "no",
+        };
         let mut row = vec![prompt.prompt_tokens.to_string()];
         match (&outcome.transfer, outcome.two_processes, outcome.one_process) {
             (Some(transfer), Some(two), Some(one)) => row.extend([
@@ -99,7 +118,7 @@ fn several(report: &Report, prompts: &[PromptReport]) -> Table {
             ]),
             _ => row.extend((0..6).map(|_| "-".to_owned())),
         }
-        row.extend([yes(outcome.tokens_equal), yes(outcome.bit_equal), difference(outcome)]);
+        row.push(equal.to_owned());
         table.add_row(row.into_iter().map(right));
     }
     table
@@ -240,6 +259,15 @@ fn rate(times: Times, generated: usize) -> Option<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_long_layout_is_broken_at_commas() {
+        assert_eq!(lines("tp=3,page=16"), "tp=3,page=16");
+        assert_eq!(
+            lines("tp=6,dcp=3,interleave=4,layers=0-2/3-3,page=16"),
+            "tp=6,dcp=3,interleave=4,\n  layers=0-2/3-3,page=16"
+        );
+    }
 
     #[test]
     fn numbers_for_people() {

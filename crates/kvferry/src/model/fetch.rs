@@ -62,11 +62,13 @@ impl Progress {
     }
 }
 
-/// How long the rest will take if it goes on as before; nothing while too little is done to tell.
+/// How long the rest will take if it goes on as before; nothing while too little is done to tell, and less than a second
+/// before the end, which may take longer.
 fn left(done: f32, elapsed: Duration) -> String {
-    match f64::from(done) {
-        done if done < 0.05 => String::new(),
-        done => format!("about {:.0} s left", elapsed.as_secs_f64() * (1.0 - done) / done),
+    let done = f64::from(done);
+    match elapsed.as_secs_f64() * (1.0 - done) / done {
+        seconds if done < 0.05 || seconds < 1.0 => String::new(),
+        seconds => format!("about {seconds:.0} s left"),
     }
 }
 
@@ -222,7 +224,8 @@ mod tests {
         let ten = Duration::from_secs(10);
         assert_eq!(left(0.01, ten), "");
         assert_eq!(left(0.25, ten), "about 30 s left");
-        assert_eq!(left(1.0, ten), "about 0 s left");
+        assert_eq!(left(0.92, ten), "");
+        assert_eq!(left(1.0, ten), "");
     }
 
     fn incoming(folder: &Path, bytes: &[u8]) -> Incoming {

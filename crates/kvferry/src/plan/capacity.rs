@@ -19,6 +19,12 @@ use crate::{
     terminal::{self, Look, number, styled},
 };
 
+/// The words of the tables.
+const WORDS: &str = "of a page: under dcp over all ranks; longest prompt: what is longer is refused at once, with both numbers; \
+                     with ignore_eos and no prefix cache: requests with `ignore_eos`, where prefill has no prefix cache; pages, \
+                     slots, bytes: of each of these ranks; generation words: one for each page and slot, by which it is seen \
+                     whether it has changed hands; all: with each region rounded up to 4,096 bytes";
+
 /// Longest sequence, where no model limits it.
 const UNLIMITED: u64 = u64::MAX;
 
@@ -65,6 +71,8 @@ impl Answer {
         );
         let mut said = terminal::wrapped(&head, 2) + "\n";
         let _ = writeln!(said, "{}\n{}", self.limits(), self.memory());
+        let words = styled(Look::Dim, terminal::wrapped(WORDS, 0));
+        let _ = writeln!(said, "{words}");
         said
     }
 

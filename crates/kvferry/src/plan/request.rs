@@ -3,13 +3,13 @@
 use std::{fs, io::Read, path::Path};
 
 use kvferry_plan::{
-    Axis, Blame, CacheShape, Dtype, Dtypes, LayoutSpec, PageId, PageTable, Placement, SlotId, Token,
-    TokenRange, Unsupported,
+    Axis, Blame, CacheShape, Dtype, Dtypes, LayoutSpec, PageId, PageTable, PartLayout, Placement, SlotId,
+    Token, TokenMap, TokenRange, Unsupported,
 };
 use serde::Deserialize;
 
 use super::{PlanArgs, shape};
-use crate::{failure::Failure, terminal};
+use crate::{args::only_prefill, failure::Failure, terminal};
 
 /// Larger requests are typing errors.
 const MAX_TOKENS: u64 = 1 << 27;
@@ -188,7 +188,8 @@ impl Request {
             Ok::<_, Failure>(Side { label, placement, pages, slot })
         };
         let prefill = side("prefill", document.prefill, document.prefill_pages, document.prefill_slot)?;
-        let decode = side("decode", document.decode, document.decode_pages, document.decode_slot)?;
+        let mut decode = side("decode", document.decode, document.decode_pages, document.decode_slot)?;
+        decode.placement = decode.placement.and_then(decodes);
         let dtypes = if document.convert_kv { Dtypes::Converted } else { Dtypes::Equal };
         Ok(Self { shape, model, prefill, decode, tokens, dtypes })
     }
@@ -204,6 +205,12 @@ fn layout_of(
     let says_page = text.split(',').any(|item| item.trim().starts_with("page="));
     let spec: LayoutSpec = if says_page { text.parse()? } else { format!("{text},page={page}").parse()? };
     Ok((spec.placement(shape, kv).map_err(|e| e.to_string()), spec.to_string()))
+}
+
+/// The planner could go on, but instances refuse it: only prefill deals its pages.
+fn decodes(placement: Placement) -> Result<Placement, String> {
+    let sharded = |part: &PartLayout| matches!(part.tokens, TokenMap::PageSharded { .. });
+    if placement.parts.iter().any(sharded) { Err(only_prefill("shard=on")) } else { Ok(placement) }
 }
 
 fn tokens(text: &str) -> Result<Tokens, String> {
@@ -242,7 +249,7 @@ impl Pages {
     /// # Errors
     /// When it would be too long.
     pub(super) fn table(&self, placement: &Placement, tokens: TokenRange) -> Result<PageTable, Unsupported> {
-        let pages = |layout: &kvferry_plan::PartLayout| {
+        let pages = |layout: &PartLayout| {
             let owned = (0..layout.tokens.classes()).map(|class| layout.tokens.owned(tokens.end, class));
             owned.max().unwrap_or(0).div_ceil(u64::from(layout.page_size.max(1)))
         };

@@ -91,6 +91,7 @@ fn capacity_of_pools() {
     for (line, exit, says) in [
         ("--prefill tp=2,shard=on --model-shape gqa:2x2x8", 1, "prefill: shard=on needs latent rows (MLA)"),
         ("--decode cp=2 --model-shape mla:2x8", 1, "the target has cp 2; 1 is supported"),
+        ("--decode tp=2,shard=on --model-shape mla:2x8", 1, "decode: `shard=on` is for prefill"),
         ("--decode tp=1,kv=fp8 --model-shape mla:2x8xbf16", 1, "--convert-kv"),
         ("--model-shape mla:2x8 --pool-tokens 0", 2, "--pool-tokens 0: a pool holds at least 1 token"),
         ("--model-shape mla:2x8 --pool-tokens 18446744073709551615 --page 1", 2, "less than 2^32 pages"),

@@ -8,7 +8,7 @@ use crate::{
     args::{ArithArg, DecodeBatchArg, DemoArgs, name_of},
     demo::{
         report::Finding,
-        suite::report::{CaseReport, Totals},
+        suite::report::{CaseReport, FAILED, Totals},
     },
     terminal::{self, Look, styled},
 };
@@ -145,7 +145,7 @@ impl Suite {
     pub(super) fn title(&self) {
         let Self { prefill, decode, transport, .. } = self;
         terminal::paragraph(format!("Kimi Linear, {prefill} → {decode}, over {transport}"), 0);
-        terminal::paragraph(styled(Look::Dim, WORDS), 0);
+        terminal::paragraph(styled(Look::Dim, format_args!("{WORDS}; {FAILED}")), 0);
         terminal::line(styled(
             Look::Dim,
             format_args!("  {:NAME$}{:TOKENS$}verdict", "case", "prompt tokens"),

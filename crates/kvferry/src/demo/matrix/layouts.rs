@@ -145,6 +145,24 @@ mod tests {
         }
     }
 
+    /// Two stages to two and to one, with every size of DCP from one to four on either side; and DCP=4 to DCP=4.
+    #[test]
+    fn the_quick_part_pairs_stages_with_every_size_of_dcp() {
+        let at = |spec: &LayoutSpec| (stages(spec), spec.dcp);
+        let quick = listed(4, true);
+        let pairs: BTreeSet<_> =
+            quick.iter().flat_map(|from| quick.iter().map(move |to| (at(from), at(to)))).collect();
+        for (from, to) in (1..=4).flat_map(|from| (1..=4).map(move |to| (from, to))) {
+            for stages in [2, 1] {
+                assert!(
+                    pairs.contains(&((2, from), (stages, to))),
+                    "dcp {from} to {stages} stages, dcp {to}"
+                );
+            }
+        }
+        assert!(pairs.contains(&((1, 4), (1, 4))));
+    }
+
     #[test]
     fn the_quick_part_has_every_size_of_tp() {
         let sizes: BTreeSet<_> = listed(4, true).iter().map(|spec| spec.tp).collect();

@@ -8,7 +8,7 @@ use crate::{
     args::{ArithArg, DemoArgs, name_of},
     demo::{
         report::Outcome,
-        suite::report::{CaseReport, Totals},
+        suite::report::{CaseReport, FAILED, Totals},
     },
     terminal::{self, Look, styled},
 };
@@ -184,7 +184,7 @@ impl Suite {
     pub(super) fn title(&self) {
         let text = format!("prefill with its pages dealt to ranks, to every decode, over {}", self.transport);
         terminal::paragraph(text, 0);
-        terminal::paragraph(styled(Look::Dim, WORDS), 0);
+        terminal::paragraph(styled(Look::Dim, format_args!("{WORDS}; {FAILED}")), 0);
     }
 
     /// The section that ended last.

@@ -12,6 +12,10 @@ use crate::{
     terminal::{self, Look, styled},
 };
 
+/// The words for what is not as it has to be.
+pub(in crate::demo) const FAILED: &str =
+    "DIFFERENT, NOT CAUGHT: it is not so, and the findings below it say what is";
+
 /// Findings of a case that are shown.
 const SHOWN: usize = 3;
 
