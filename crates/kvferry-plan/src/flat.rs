@@ -1,7 +1,7 @@
 //! A plan without its strides: what transports that know only contiguous pieces are given, and what such a plan costs.
 
 use crate::moves::src_len;
-use crate::{Bytes, Cast, Group, Plan, PoolLayout, Row, Run, StridedMove};
+use crate::{Bytes, Cast, Group, Plan, PoolLayout, Region, Row, Run, StridedMove, Unit};
 
 /// Consecutive rows that stay consecutive: `rows` rows from `src` on go to `dst` and on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -32,6 +32,11 @@ impl Flat {
     #[must_use]
     pub fn src_len(&self) -> Bytes {
         src_len(self.len, self.cast)
+    }
+
+    /// Joins pieces with those behind them that continue them on both sides.
+    pub fn joined(pieces: impl IntoIterator<Item = Self>) -> impl Iterator<Item = Self> {
+        join(pieces.into_iter(), Self::extend)
     }
 
     /// Takes in `next` if it continues this one on both sides.
@@ -103,7 +108,7 @@ impl Plan {
                 moves.flat_map(pieces)
             })
         });
-        join(pieces, Flat::extend)
+        Flat::joined(pieces)
     }
 
     /// How many pieces [`Plan::flat`] has, pieces of different layers never joined: one layer of each group is looked
@@ -120,6 +125,35 @@ impl Plan {
             per_layer.saturating_mul(group.layers.len() as u64)
         };
         self.groups().iter().map(group).fold(0, u64::saturating_add)
+    }
+}
+
+impl<'a> Unit<'a> {
+    /// A piece for each row, in token order, also where rows lie side by side. Rows that would leave a region are left out.
+    ///
+    /// ```
+    /// use kvferry_plan::*;
+    /// let shape = CacheShape::mla(1, 576);
+    /// let dense = Placement::single(&shape, 64, Dtype::Bf16);
+    /// let pool = PoolLayout::new(&shape, &dense, RankId(0), 4).unwrap();
+    /// let region = pool.region(LayerId(0), Part::Latent).unwrap();
+    /// let pair = Pair::new(shape, dense.clone(), dense).unwrap();
+    /// let table = PageTable([PageId(2)].into());
+    /// let end = End { rank: RankId(0), table: &table };
+    /// let plan = pair.plan(end, end, TokenRange::new(0, 10)).unwrap();
+    /// let rows = plan.units().next().unwrap();
+    /// assert!(rows.pieces(region, region).all(|piece| piece.len.0 == 1152));
+    /// let joined: Vec<_> = Flat::joined(rows.pieces(region, region)).collect();
+    /// assert_eq!((rows.pieces(region, region).count(), joined.len()), (10, 1));
+    /// assert_eq!(joined[0].len.0, 10 * 1152);
+    /// ```
+    pub fn pieces(&self, src: &Region, dst: &Region) -> impl Iterator<Item = Flat> + use<'a> {
+        let (slice, src, dst) = (self.slice, *src, *dst);
+        self.runs.iter().flat_map(Run::expand).filter_map(move |(token, src_row, dst_row)| {
+            let one =
+                Run { token, token_step: 0, src_row, src_step: 0, dst_row, dst_step: 0, block: 1, blocks: 1 };
+            pieces(StridedMove::new(&one, slice, &src, &dst)).next()
+        })
     }
 }
 

@@ -17,6 +17,8 @@ use crate::Refusal;
 pub struct TransportStats {
     /// Payload bytes that this side pushed.
     pub sent: Bytes,
+    /// Blocks that an engine has moved from here to landing slots.
+    pub blocks: u64,
     /// Payload bytes written to local pools, pushed here or pulled.
     pub landed: Bytes,
     /// Frames (pushes) or sweeps of a layer (pulls) that landed.
@@ -77,6 +79,7 @@ impl TransportStats {
 #[derive(Debug, Default)]
 pub(crate) struct Counters {
     pub(crate) sent: AtomicU64,
+    pub(crate) blocks: AtomicU64,
     pub(crate) landed: AtomicU64,
     pub(crate) frames: AtomicU64,
     pub(crate) legs: AtomicU64,
@@ -111,6 +114,7 @@ impl Counters {
         let at = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
         TransportStats {
             sent: Bytes(at(&self.sent)),
+            blocks: at(&self.blocks),
             landed: Bytes(at(&self.landed)),
             frames: at(&self.frames),
             legs: at(&self.legs),

@@ -50,6 +50,10 @@ fn transfer() {
                 assert!(way[field].as_f64().unwrap() >= 0.0, "{field}: {way:#}");
             }
             assert!(way["ceiling"].is_string(), "{way:#}");
+            let rate = |field: &str| way[field].as_f64().unwrap();
+            assert!(rate("gb_per_s_lowest") <= rate("gb_per_s"), "{way:#}");
+            assert!(rate("gb_per_s") <= rate("gb_per_s_highest"), "{way:#}");
+            assert_eq!((&way["naive"], way["descriptors"].is_null()), (&false.into(), true), "{way:#}");
         }
     }
     let drawn = std::fs::read_to_string(&svg).unwrap();

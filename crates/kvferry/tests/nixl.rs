@@ -13,10 +13,11 @@ use libtest_mimic::{Arguments, Failed, Trial};
 
 const COMPONENT: &str = "nixl";
 
-const TESTS: [(&str, fn()); 3] = [
+const TESTS: [(&str, fn()); 4] = [
     ("every_layout_is_bit_equal", layouts),
     ("latent_rows_state_and_experts_are_bit_equal", models),
     ("a_fault_is_found_by_the_digest", fault),
+    ("the_benchmark_has_it_as_a_peer_uses_it", benchmark),
 ];
 
 fn main() -> ExitCode {
@@ -105,6 +106,28 @@ fn fault() {
     let run = kvferry(&[&TINY[..], &["--inject", "flip-byte"]].concat());
     assert_eq!(run.code, Some(1), "{}", run.all());
     assert!(run.all().contains("digest"), "{}", run.all());
+}
+
+/// Beside its packed blocks, rows and pages of the same relayout, which make the same of the pool: else the exit status is 1.
+fn benchmark() {
+    let run =
+        kvferry(&["bench", "transfer", "--transport", "all", "--size", "small", "--rounds", "1", "--json"]);
+    assert_eq!(run.code, Some(0), "{}", run.all());
+    let json = run.json();
+    for case in json["cases"].as_array().unwrap() {
+        let ways = case["ways"].as_array().unwrap().iter().filter(|way| way["transport"] == COMPONENT);
+        let ways: Vec<_> = ways.map(|way| (&way["descriptor"], &way["descriptors"], &way["naive"])).collect();
+        let expected: Vec<_> = [("block", false), ("block", false), ("page", true), ("row", true)].into();
+        let found: Vec<_> =
+            ways.iter().map(|way| (way.0.as_str().unwrap(), way.2.as_bool().unwrap())).collect();
+        assert_eq!(found, expected, "{case:#}");
+        if case["name"] == "dcp" {
+            // Two layers of 1024 tokens; a chunk has a page of each on each of four ranks.
+            let counts: Vec<_> = ways.iter().map(|way| way.1.as_u64().unwrap()).collect();
+            assert_eq!(counts[2..], [2 * 1024 / 64, 2 * 1024], "{case:#}");
+            assert!(counts[..2].iter().all(|blocks| (1..16).contains(blocks)), "{case:#}");
+        }
+    }
 }
 
 /// Also where the library is there.

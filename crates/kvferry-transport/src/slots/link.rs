@@ -325,6 +325,7 @@ impl Outbound {
                 Some(frames) => {
                     let bytes: u64 = frames.iter().map(|frame| u64::from(frame.len)).sum();
                     add(&self.host.local.counters.sent, bytes);
+                    add(&self.host.local.counters.blocks, 1);
                     self.say(&Request::Block(slot, frames))?;
                 }
                 None => self.say(&Request::Release(vec![slot]))?,

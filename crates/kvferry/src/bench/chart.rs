@@ -1,5 +1,5 @@
-//! Ratios as SVG. Not a general plotter: groups of horizontal bars from 0, with what they are compared with at 1. The
-//! picture follows the reader's light or dark mode.
+//! Ratios and rates as SVG. Not a general plotter: groups of horizontal bars from 0, with what they are compared with at 1, or
+//! each with a mark of its own. The picture follows the reader's light or dark mode.
 
 use std::fmt::Write;
 
@@ -24,8 +24,10 @@ text { font: 12px system-ui, -apple-system, 'Segoe UI', Roboto, 'DejaVu Sans', s
 .grid { stroke: #e4e7eb }
 .one { stroke: #52606d; stroke-dasharray: 4 3 }
 .spread { stroke: #1f2933; stroke-width: 1.2; fill: none }
+.mark { fill: #1f2933 }
 .s0 { fill: #2a6f97 }
 .s1 { fill: #e07a5f }
+.s2 { fill: #9aa5b1 }
 @media (prefers-color-scheme: dark) {
 text { fill: #e6edf3 }
 .dim { fill: #9aa4b2 }
@@ -33,8 +35,10 @@ text { fill: #e6edf3 }
 .grid { stroke: #2d333b }
 .one { stroke: #9aa4b2 }
 .spread { stroke: #e6edf3 }
+.mark { fill: #e6edf3 }
 .s0 { fill: #4f9cc7 }
 .s1 { fill: #e8927a }
+.s2 { fill: #6b7682 }
 }
 ";
 
@@ -43,10 +47,12 @@ pub(super) struct Chart<'a> {
     pub(super) title: &'a str,
     /// Where it was measured.
     pub(super) note: &'a str,
-    /// What lies at 1.
-    pub(super) one: &'a str,
-    /// Names of the series, of which there are at most two.
+    /// What lies at 1, if all are compared with that.
+    pub(super) one: Option<&'a str>,
+    /// Names of the series, of which there are at most three.
     pub(super) series: &'a [&'a str],
+    /// What the marks are, if there are any.
+    pub(super) mark: Option<&'a str>,
     pub(super) groups: Vec<Group>,
 }
 
@@ -62,6 +68,8 @@ pub(super) struct Bar {
     pub(super) value: f64,
     pub(super) low: f64,
     pub(super) high: f64,
+    /// What it is compared with.
+    pub(super) mark: Option<f64>,
     /// Which of the series it is of.
     pub(super) series: usize,
 }
@@ -69,7 +77,7 @@ pub(super) struct Bar {
 impl Chart<'_> {
     pub(super) fn draw(&self) -> String {
         let bars = self.groups.iter().flat_map(|group| &group.bars);
-        let most = bars.clone().map(|bar| bar.high).fold(1.0, f64::max);
+        let most = bars.clone().map(|bar| bar.high.max(bar.mark.unwrap_or(0.0))).fold(1.0, f64::max);
         let step =
             [0.25, 0.5, 1.0, 2.0, 5.0, 10.0].into_iter().find(|step| most / step <= 6.0).unwrap_or(100.0);
         let x = |value: f64| LEFT + value / most * (WIDTH - LEFT - RIGHT);
@@ -88,10 +96,14 @@ impl Chart<'_> {
         for (number, name) in self.series.iter().enumerate() {
             let _ = writeln!(svg, r#"<circle class="s{number}" cx="{:.1}" cy="66" r="5"/>"#, at + 5.0);
             text(&mut svg, (at + 16.0, 70.0), "start", "dim", name);
-            at += 40.0 + 7.0 * name.chars().count() as f64;
+            at += 40.0 + 6.0 * name.chars().count() as f64;
+        }
+        if let Some(name) = self.mark {
+            let _ = writeln!(svg, r#"<path class="mark" d="M{:.1} 59h3v14h-3z"/>"#, at + 4.0);
+            text(&mut svg, (at + 16.0, 70.0), "start", "dim", name);
         }
         let ticks = (0..).map(|i| f64::from(i) * step).take_while(|tick| *tick <= most + 1e-9);
-        let ticks: Vec<f64> = ticks.filter(|tick| *tick != 1.0).collect();
+        let ticks: Vec<f64> = ticks.filter(|tick| self.one.is_none() || *tick != 1.0).collect();
         let mut top = TOP;
         for group in &self.groups {
             text(&mut svg, (MARGIN, top + 20.0), "start", "head", &group.name);
@@ -101,7 +113,9 @@ impl Chart<'_> {
             for tick in &ticks {
                 vertical(&mut svg, x(*tick), reach, "grid");
             }
-            vertical(&mut svg, x(1.0), reach, "one");
+            if self.one.is_some() {
+                vertical(&mut svg, x(1.0), reach, "one");
+            }
             for bar in &group.bars {
                 bar.draw(&mut svg, top, x);
                 top += ROW;
@@ -110,17 +124,19 @@ impl Chart<'_> {
         for tick in &ticks {
             text(&mut svg, (x(*tick), bottom + 18.0), "middle", "dim", &format!("{tick}"));
         }
-        text(&mut svg, (x(1.0), bottom + 18.0), "middle", "dim", &format!("1 ({})", self.one));
+        if let Some(one) = self.one {
+            text(&mut svg, (x(1.0), bottom + 18.0), "middle", "dim", &format!("1 ({one})"));
+        }
         svg + "</svg>\n"
     }
 }
 
 impl Bar {
     fn draw(&self, svg: &mut String, top: f64, x: impl Fn(f64) -> f64) {
-        let Self { label, value, low, high, series } = self;
+        let Self { label, value, low, high, mark, series } = self;
         let (middle, base) = (top + BAR / 2.0, top + 11.5);
         text(svg, (LEFT - 10.0, base), "end", "label", label);
-        let (width, class) = (x(*value) - LEFT, series % 2);
+        let (width, class) = (x(*value) - LEFT, series % 3);
         let _ = writeln!(
             svg,
             r#"<rect class="s{class}" x="{LEFT}" y="{top:.1}" width="{width:.1}" height="{BAR}" rx="2"/>"#
@@ -133,8 +149,11 @@ impl Bar {
                 r#"<path class="spread" d="M{from:.1} {up}V{down}M{from:.1} {middle}H{to:.1}M{to:.1} {up}V{down}"/>"#
             );
         }
+        if let Some(mark) = mark {
+            let _ = writeln!(svg, r#"<path class="mark" d="M{:.1} {top:.1}h3v{BAR}h-3z"/>"#, x(*mark) - 1.5);
+        }
         // Nothing shines through the number.
-        let at = x(high.max(*value)) + 8.0;
+        let at = x(high.max(*value).max(mark.unwrap_or(0.0))) + 8.0;
         let _ = writeln!(svg, r#"<path class="page" d="M{:.1} {top:.1}h32v{BAR}h-32z"/>"#, at - 3.0);
         text(svg, (at, base), "start", "value", &format!("{value:.2}"));
     }

@@ -43,7 +43,8 @@ impl fmt::Display for Machine {
     }
 }
 
-/// CPU seconds of this process at some moment, in hundredths: good for sums, not for one short run.
+/// CPU seconds of this process and of the children that it has now, at some moment, in hundredths: good for sums, not for one
+/// short run.
 pub(super) struct Spent(f64);
 
 impl Spent {
@@ -51,16 +52,28 @@ impl Spent {
     pub(super) const FEW: f64 = 0.05;
 
     pub(super) fn now() -> Self {
-        let stat = std::fs::read_to_string("/proc/self/stat").unwrap_or_default();
-        // Behind the name, which may contain anything: state is the first field, user time the twelfth.
-        let fields = stat.rsplit(')').next().unwrap_or_default().split_whitespace().skip(11);
-        let ticks = fields.take(2).filter_map(|ticks| ticks.parse::<f64>().ok());
+        // Each thread has its own children.
+        let threads = std::fs::read_dir("/proc/self/task").into_iter().flatten().flatten();
+        let children =
+            threads.filter_map(|thread| std::fs::read_to_string(thread.path().join("children")).ok());
+        let children: Vec<String> = children
+            .flat_map(|list| list.split_whitespace().map(str::to_owned).collect::<Vec<_>>())
+            .collect();
+        let ticks = ticks("self") + children.iter().map(|child| ticks(child)).sum::<f64>();
         // Linux counts in hundredths for everybody, whatever its own clock.
-        Self(ticks.sum::<f64>() / 100.0)
+        Self(ticks / 100.0)
     }
 
-    /// CPU seconds of this process since then.
+    /// CPU seconds since then.
     pub(super) fn own(&self) -> f64 {
         Self::now().0 - self.0
     }
+}
+
+/// User and system time of a process.
+fn ticks(process: &str) -> f64 {
+    let stat = std::fs::read_to_string(format!("/proc/{process}/stat")).unwrap_or_default();
+    // Behind the name, which may contain anything: state is the first field, user time the twelfth.
+    let fields = stat.rsplit(')').next().unwrap_or_default().split_whitespace().skip(11);
+    fields.take(2).filter_map(|ticks| ticks.parse::<f64>().ok()).sum()
 }

@@ -265,14 +265,15 @@ fn draw(document: &Document) -> String {
     let bar = |row: &Row| {
         let value = row.unsharded_kv_bytes as f64 / row.kv_bytes as f64;
         let label = counted(row.ranks.into(), "rank");
-        Bar { label, value, low: value, high: value, series: 0 }
+        Bar { label, value, low: value, high: value, mark: None, series: 0 }
     };
     let group = |case: &Case| Group { name: case.name(), bars: case.rows.iter().map(bar).collect() };
     let context = number(document.context_tokens.into());
     let chart = Chart {
         title: "kvferry bench memory: context in the same memory of a rank",
         note: &format!("{}; measured with pools for {context} tokens", document.model),
-        one: "unsharded",
+        one: Some("unsharded"),
+        mark: None,
         series: &["KV sharding"],
         groups: document.cases.iter().map(group).collect(),
     };

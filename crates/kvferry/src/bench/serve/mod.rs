@@ -261,6 +261,7 @@ fn draw(document: &Document) -> String {
         value: cell.ttft_ratio,
         low: cell.ttft_ratio_lowest,
         high: cell.ttft_ratio_highest,
+        mark: None,
         series: 0,
     };
     let groups = document.cells.chunk_by(|a, b| a.prompt_tokens == b.prompt_tokens).map(|cells| Group {
@@ -271,7 +272,8 @@ fn draw(document: &Document) -> String {
     let chart = Chart {
         title: "kvferry bench serve: time to the first token, disaggregated / one process",
         note: &note,
-        one: "equal",
+        one: Some("equal"),
+        mark: None,
         series: &["median; the line goes from the lowest to the highest round"],
         groups: groups.collect(),
     };

@@ -2,29 +2,31 @@
 //! reader. Not for latency, and not for what the control plane adds.
 
 mod ceilings;
+mod naive;
 mod nixl;
+mod peer;
+mod report;
 mod world;
 
 use std::{path::PathBuf, process::ExitCode, time::Duration};
 
 use clap::{Args, ValueEnum};
-use comfy_table::CellAlignment;
 use kvferry_node::TransportKind;
 use kvferry_plan::{CacheShape, LayerId, Part, PartShape};
-use serde::Serialize;
+use kvferry_transport::slots::EngineError;
 
 use super::{
-    chart::{Bar, Chart, Group},
     check_svg,
     machine::{Machine, Spent},
-    numbers::{counted, mean, median, ratio},
-    only_works, print,
+    numbers::{counted, mean, median},
+    print,
     rounds::Rounds,
     write_svg,
 };
-use crate::{failure::Failure, terminal};
+use crate::failure::Failure;
 use ceilings::{FanOut, Loopback};
-use nixl::{Each, Naive};
+use naive::{DescriptorEngine, Each, Naive};
+use report::{Document, Measured, Way};
 use world::{Case, World};
 
 #[derive(Args, Debug)]
@@ -32,7 +34,7 @@ pub(crate) struct TransferBench {
     /// Print one JSON object (docs/bench.md names its fields)
     #[arg(long)]
     json: bool,
-    /// Also draw the ratios into this file
+    /// Also draw the rates into this file
     #[arg(long, value_name = "FILE")]
     svg: Option<PathBuf>,
     /// How much to move
@@ -63,57 +65,6 @@ enum Which {
     All,
 }
 
-/// One way of one case.
-#[derive(Debug, Serialize)]
-struct Way {
-    transport: &'static str,
-    /// What an engine of others gets a descriptor for; nothing for kvferry's own transports.
-    descriptor: Option<&'static str>,
-    digests: bool,
-    gb_per_s: f64,
-    cpu_s_per_gb: f64,
-    ceiling: &'static str,
-    #[serde(skip)]
-    ceiling_short: &'static str,
-    ceiling_gb_per_s: f64,
-    ceiling_cpu_s_per_gb: f64,
-    ratio: f64,
-    ratio_lowest: f64,
-    ratio_highest: f64,
-}
-
-impl Way {
-    fn name(&self) -> String {
-        match self.descriptor {
-            None => self.transport.into(),
-            Some(each) => format!("{}, {each}", self.transport),
-        }
-    }
-}
-
-#[derive(Debug, Serialize)]
-struct Measured {
-    name: &'static str,
-    what: String,
-    bytes: u64,
-    tokens: u64,
-    chunk_tokens: u64,
-    memcpy_gb_per_s: f64,
-    ways: Vec<Way>,
-}
-
-#[derive(Debug, Serialize)]
-struct Document {
-    version: u32,
-    machine: Machine,
-    size: &'static str,
-    rounds: u32,
-    memory: &'static str,
-    streams: u32,
-    congestion: String,
-    cases: Vec<Measured>,
-}
-
 pub(super) fn run(args: &TransferBench) -> Result<ExitCode, Failure> {
     check_svg(args.svg.as_deref())?;
     let (mut cases, mut congestion) = (Vec::new(), String::new());
@@ -140,9 +91,9 @@ pub(super) fn run(args: &TransferBench) -> Result<ExitCode, Failure> {
         cases,
     };
     if let Some(path) = &args.svg {
-        write_svg(path, &draw(&document))?;
+        write_svg(path, &report::draw(&document))?;
     }
-    print(&document, args.json, show)?;
+    print(&document, args.json, report::show)?;
     Ok(ExitCode::SUCCESS)
 }
 
@@ -175,6 +126,23 @@ fn kimi(size: Size) -> Result<Case, Failure> {
     Case::new("kimi", &what, &shape, ["tp=4,page=64", "tp=4,dcp=4,page=64"], tokens)
 }
 
+/// An engine of others, that has landing slots as a transport.
+struct Engine {
+    transport: TransportKind,
+    name: &'static str,
+    /// What it can do, in full and short.
+    ceiling: (&'static str, &'static str),
+    /// As a peer would start it.
+    start: fn() -> Result<Box<dyn DescriptorEngine>, EngineError>,
+}
+
+const ENGINES: [Engine; 1] = [Engine {
+    transport: TransportKind::Nixl,
+    name: "nixl",
+    ceiling: ("NIXL, one descriptor a layer", "NIXL, layer"),
+    start: nixl::start,
+}];
+
 /// Times of one way, one per round.
 #[derive(Default)]
 struct Times {
@@ -204,8 +172,12 @@ struct Ceiling<'a> {
 /// A way that is measured.
 struct Subject<'a> {
     transport: &'static str,
-    descriptor: Option<&'static str>,
     digests: bool,
+    /// What an engine of others gets a descriptor for, and how many it gets. Unknown before it has run: blocks.
+    descriptor: Option<&'static str>,
+    descriptors: Box<dyn Fn() -> Option<u64> + 'a>,
+    /// As a peer uses it.
+    naive: bool,
     run: Box<dyn Fn() -> Result<Duration, Failure> + 'a>,
     times: Times,
 }
@@ -221,20 +193,27 @@ impl<'a> Ceiling<'a> {
 
     fn ways(&self, gb: f64) -> impl Iterator<Item = Way> {
         self.ways.iter().map(move |way| {
-            let ratios: Vec<f64> = self.times.wall.iter().zip(&way.times.wall).map(|(c, t)| c / t).collect();
+            let wall = &way.times.wall;
+            let ratios: Vec<f64> = self.times.wall.iter().zip(wall).map(|(c, t)| c / t).collect();
+            let lowest = |values: &[f64]| values.iter().copied().fold(f64::INFINITY, f64::min);
+            let highest = |values: &[f64]| values.iter().copied().fold(0.0, f64::max);
             Way {
                 transport: way.transport,
                 descriptor: way.descriptor,
+                descriptors: (way.descriptors)(),
+                naive: way.naive,
                 digests: way.digests,
-                gb_per_s: gb / median(&way.times.wall),
+                gb_per_s: gb / median(wall),
+                gb_per_s_lowest: gb / highest(wall),
+                gb_per_s_highest: gb / lowest(wall),
                 cpu_s_per_gb: mean(&way.times.cpu) / gb,
                 ceiling: self.name,
                 ceiling_short: self.short,
                 ceiling_gb_per_s: gb / median(&self.times.wall),
                 ceiling_cpu_s_per_gb: mean(&self.times.cpu) / gb,
                 ratio: median(&ratios),
-                ratio_lowest: ratios.iter().copied().fold(f64::INFINITY, f64::min),
-                ratio_highest: ratios.iter().copied().fold(0.0, f64::max),
+                ratio_lowest: lowest(&ratios),
+                ratio_highest: highest(&ratios),
             }
         })
     }
@@ -248,12 +227,29 @@ fn hand_offs<'a>(
 ) -> Vec<Subject<'a>> {
     let way = |digests| Subject {
         transport,
-        descriptor,
         digests,
+        descriptor,
+        descriptors: Box::new(move || descriptor.map(|_| world.blocks())),
+        naive: false,
         run: Box::new(move || world.hand_off(digests)),
         times: Times::default(),
     };
     vec![way(false), way(true)]
+}
+
+/// An engine as a peer uses it, where that is not too many descriptors.
+fn as_a_peer<'a>(naive: &'a Naive<'_>, transport: &'static str) -> impl Iterator<Item = Subject<'a>> {
+    [Each::Page, Each::Row].into_iter().filter(|each| naive.descriptors(*each).is_some()).map(move |each| {
+        Subject {
+            transport,
+            digests: false,
+            descriptor: Some(each.name()),
+            descriptors: Box::new(move || naive.descriptors(each)),
+            naive: true,
+            run: Box::new(move || naive.run(each)),
+            times: Times::default(),
+        }
+    })
 }
 
 fn measure(
@@ -265,34 +261,24 @@ fn measure(
     let fan_out = FanOut::new(case)?;
     let tcp = World::new(TransportKind::Tcp, case)?;
     let shm = World::new(TransportKind::Shm, case)?;
-    let (mooncake, nixl) = match args.transport {
-        Which::Own => (None, None),
-        Which::All => (
-            Some(World::new(TransportKind::MooncakeTcp, case)?),
-            Some((World::new(TransportKind::Nixl, case)?, Naive::new(case)?)),
-        ),
-    };
+    let all = args.transport == Which::All;
+    let mooncake = all.then(|| World::new(TransportKind::MooncakeTcp, case)).transpose()?;
+    let engines = if all { &ENGINES[..] } else { &[] };
+    let engines = engines
+        .iter()
+        .map(|engine| Ok((engine, World::new(engine.transport, case)?, Naive::new(case, engine.start)?)))
+        .collect::<Result<Vec<_>, Failure>>()?;
     let mut over_tcp = hand_offs(&tcp, "tcp", None);
-    over_tcp.extend(mooncake.iter().flat_map(|world| hand_offs(world, "mooncake-tcp", None)));
+    over_tcp.extend(mooncake.iter().flat_map(|world| hand_offs(world, "mooncake-tcp", Some("block"))));
     let mut copy = Times::default();
     let mut ceilings = vec![
         Ceiling::new(("raw loopback TCP", "raw TCP"), || loopback.run(case), over_tcp),
         Ceiling::new(("one sweep of copies", "one sweep"), || fan_out.run(), hand_offs(&shm, "shm", None)),
     ];
-    if let Some((world, naive)) = &nixl {
-        let mut ways = hand_offs(world, "nixl", Some("block"));
-        let rows = Some(("row", Each::Row)).filter(|_| naive.has_rows());
-        for (descriptor, each) in [("page", Each::Page)].into_iter().chain(rows) {
-            ways.push(Subject {
-                transport: "nixl",
-                descriptor: Some(descriptor),
-                digests: false,
-                run: Box::new(move || naive.run(each)),
-                times: Times::default(),
-            });
-        }
-        let run = || naive.run(Each::Region);
-        ceilings.push(Ceiling::new(("NIXL, one descriptor a layer", "layer"), run, ways));
+    for (engine, world, naive) in &engines {
+        let mut ways = hand_offs(world, engine.name, Some("block"));
+        ways.extend(as_a_peer(naive, engine.name));
+        ceilings.push(Ceiling::new(engine.ceiling, || naive.run(Each::Layer), ways));
     }
     // The first round warms up: connections grow their windows, and the target's pages become the cache's.
     for round in 0..=args.rounds {
@@ -312,7 +298,7 @@ fn measure(
             }
         }
     }
-    if let Some((_, naive)) = nixl.as_ref().filter(|(_, naive)| naive.has_rows()) {
+    for (_, _, naive) in &engines {
         naive.check()?;
     }
     let gb = case.bytes.0 as f64 / 1e9;
@@ -325,72 +311,4 @@ fn measure(
         memcpy_gb_per_s: gb / median(&copy.wall),
         ways: ceilings.iter().flat_map(|ceiling| ceiling.ways(gb)).collect(),
     })
-}
-
-fn show(document: &Document) {
-    let Document { machine, rounds, congestion, .. } = document;
-    terminal::paragraph(machine, 2);
-    let interleaved = counted((*rounds).into(), "interleaved round");
-    let what = format!("{interleaved}; tcp: one stream, {congestion}, both ends here");
-    terminal::paragraph(what, 2);
-    for case in &document.cases {
-        let Measured { name, what, tokens, chunk_tokens, memcpy_gb_per_s, .. } = case;
-        let (mb, copy) = (case.bytes as f64 / 1e6, format!("plain memcpy {memcpy_gb_per_s:.2} GB/s"));
-        terminal::paragraph(format_args!("\n{name}: {what}"), 2);
-        let [tokens, chunk] = [*tokens, *chunk_tokens].map(terminal::number);
-        terminal::line(format_args!("{tokens} tokens in chunks of {chunk}, {mb:.0} MB; {copy}"));
-        // Of so few clock ticks that they say nothing, none are told.
-        let cpu = |per_gb: f64| match per_gb * case.bytes as f64 / 1e9 * f64::from(*rounds) {
-            spent if spent < Spent::FEW => "-".to_owned(),
-            _ => format!("{per_gb:.2}"),
-        };
-        let mut table = terminal::table();
-        table.set_header(["", "digests", "GB/s", "CPU\ns/GB", "ceiling", "GB/s", "CPU\ns/GB", "ratio"]);
-        for way in &case.ways {
-            table.add_row([
-                // At most as wide as the others, broken where it reads well.
-                way.name().replace("mooncake-", "mooncake-\n"),
-                if way.digests { "on" } else { "off" }.to_owned(),
-                format!("{:.2}", way.gb_per_s),
-                cpu(way.cpu_s_per_gb),
-                // The columns are narrow; `--json` has the whole name.
-                way.ceiling_short.to_owned(),
-                format!("{:.2}", way.ceiling_gb_per_s),
-                cpu(way.ceiling_cpu_s_per_gb),
-                ratio(way.ratio, way.ratio_lowest, way.ratio_highest),
-            ]);
-        }
-        for (i, column) in table.column_iter_mut().enumerate() {
-            if !matches!(i, 0 | 4) {
-                column.set_cell_alignment(CellAlignment::Right);
-            }
-        }
-        terminal::line(table);
-    }
-    if document.size == "small" {
-        only_works("--size small");
-    }
-}
-
-fn draw(document: &Document) -> String {
-    let bar = |way: &Way| Bar {
-        label: way.name(),
-        value: way.ratio,
-        low: way.ratio_lowest,
-        high: way.ratio_highest,
-        series: usize::from(way.digests),
-    };
-    let group = |case: &Measured| Group {
-        name: format!("{}: {}", case.name, case.what),
-        bars: case.ways.iter().map(bar).collect(),
-    };
-    let note = format!("{}; {}, medians", document.machine, counted(document.rounds.into(), "round"));
-    let chart = Chart {
-        title: "kvferry bench transfer: rate of a hand-off as part of the ceiling in the same run",
-        note: &note,
-        one: "ceiling",
-        series: &["without digests", "with digests"],
-        groups: document.cases.iter().map(group).collect(),
-    };
-    chart.draw()
 }

@@ -110,7 +110,7 @@ impl Case {
     }
 
     /// The jobs of a room, in the order of prefill.
-    fn parts(&self) -> impl Iterator<Item = (RankId, TokenRange)> + use<> {
+    pub(super) fn parts(&self) -> impl Iterator<Item = (RankId, TokenRange)> + use<> {
         let (tokens, chunk, ranks) = (self.tokens, self.chunk, self.pair.src().ranks());
         (0..tokens.div_ceil(chunk)).flat_map(move |i| {
             let range = TokenRange::new(i * chunk, ((i + 1) * chunk).min(tokens));
@@ -168,6 +168,8 @@ pub(super) struct World<'a> {
     target: Arc<dyn Transport>,
     link: Arc<dyn Link>,
     rooms: AtomicU64,
+    /// Blocks of the last hand-off.
+    blocks: AtomicU64,
 }
 
 impl<'a> World<'a> {
@@ -193,7 +195,7 @@ impl<'a> World<'a> {
         };
         let peer = PeerAddr { endpoint: to.endpoint(), incarnation, descriptor: Arc::new(descriptor) };
         let link = from.open(&peer)?;
-        Ok(Self { case, source, target, link, rooms: AtomicU64::new(1) })
+        Ok(Self { case, source, target, link, rooms: AtomicU64::new(1), blocks: AtomicU64::new(0) })
     }
 
     /// Hands everything over once, in chunks that are queued at once, and checks that both sides say the same. Time
@@ -214,9 +216,16 @@ impl<'a> World<'a> {
             digest,
             landed: Arc::new(move |leg| drop(landed.send(leg))),
         })?;
+        let before = self.source.stats().blocks;
         let took = self.run(key, digest, &landings);
+        self.blocks.store(self.source.stats().blocks - before, Ordering::Relaxed);
         self.target.revoke(key, GENERATION);
         took
+    }
+
+    /// What the last hand-off had an engine move: 0 over transports without one.
+    pub(super) fn blocks(&self) -> u64 {
+        self.blocks.load(Ordering::Relaxed)
     }
 
     fn run(
