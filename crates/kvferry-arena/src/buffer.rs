@@ -2,10 +2,12 @@
 
 #![forbid(unsafe_code)]
 
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
 use kvferry_plan::Bytes;
-use rustix::fs::{FallocateFlags, MemfdFlags, fallocate, ftruncate, memfd_create};
+use rustix::fs::{
+    FallocateFlags, MemfdFlags, SealFlags, fallocate, fcntl_add_seals, ftruncate, memfd_create,
+};
 
 use crate::{
     ArenaError, Packed, PackedMut, Span,
@@ -17,6 +19,7 @@ use crate::{
 #[derive(Debug)]
 pub struct Buffer {
     mapping: Mapping,
+    fd: OwnedFd,
 }
 
 impl Buffer {
@@ -47,16 +50,18 @@ impl Buffer {
                 source: source.into(),
             }
         };
-        // The descriptor goes when the mapping is made: nobody else can map or shrink it.
-        let fd = memfd_create(name, MemfdFlags::CLOEXEC).map_err(os("create"))?;
+        let fd = memfd_create(name, MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING).map_err(os("create"))?;
         ftruncate(&fd, len.0).map_err(os("size"))?;
         fallocate(&fd, FallocateFlags::empty(), 0, len.0).map_err(os("allocate"))?;
+        // Whoever is given the descriptor may write, and not shrink what is mapped here.
+        let seals = SealFlags::SEAL | SealFlags::SHRINK | SealFlags::GROW;
+        fcntl_add_seals(&fd, seals).map_err(os("seal"))?;
         let mapping = Mapping::new(fd.as_fd(), len, Access::ReadWrite).map_err(|source| ArenaError::Os {
             action: "map",
             name: name.to_owned(),
             source,
         })?;
-        Ok(Self { mapping })
+        Ok(Self { mapping, fd })
     }
 
     /// Size.
@@ -70,6 +75,12 @@ impl Buffer {
     #[must_use]
     pub fn address(&self) -> u64 {
         self.mapping.source(Bytes(0), Bytes(0)).map_or(0, |at| at.expose_provenance() as u64)
+    }
+
+    /// The descriptor, for a process that an engine runs in: it maps the same memory.
+    #[must_use]
+    pub fn fd(&self) -> BorrowedFd<'_> {
+        self.fd.as_fd()
     }
 
     /// A piece to unpack from.

@@ -16,24 +16,31 @@ pub enum TransportKind {
     Tcp,
     /// NVIDIA NIXL, whose library is loaded when this is started.
     Nixl,
+    /// Mooncake's own engine, of its Python package, in processes of its own.
+    Mooncake,
     /// Mooncake's TCP protocol.
     MooncakeTcp,
 }
 
 impl TransportKind {
     /// All of them.
-    pub const ALL: [Self; 5] = [Self::Mem, Self::Shm, Self::Tcp, Self::Nixl, Self::MooncakeTcp];
+    pub const ALL: [Self; 6] =
+        [Self::Mem, Self::Shm, Self::Tcp, Self::Nixl, Self::Mooncake, Self::MooncakeTcp];
 
     /// Starts this end.
     ///
     /// # Errors
-    /// As [`Tcp::new`], [`Shm::new`], [`kvferry_transport_nixl::start`] and [`kvferry_transport_mooncake::start`].
+    /// As [`Tcp::new`], [`Shm::new`], [`kvferry_transport_nixl::start`], [`kvferry_transport_mooncake::start`] and
+    /// [`kvferry_transport_mooncake::sidecar::start`].
     pub fn start(self, setup: Setup) -> Result<Arc<dyn Transport>, TransportError> {
         Ok(match self {
             Self::Mem => Arc::new(Mem::new(setup)),
             Self::Shm => Arc::new(Shm::new(setup)?),
             Self::Tcp => Arc::new(Tcp::new(setup)?),
             Self::Nixl => Arc::new(kvferry_transport_nixl::start(setup, SlotOptions::default())?),
+            Self::Mooncake => {
+                Arc::new(kvferry_transport_mooncake::sidecar::start(setup, SlotOptions::default())?)
+            }
             Self::MooncakeTcp => Arc::new(kvferry_transport_mooncake::start(setup, SlotOptions::default())?),
         })
     }
@@ -46,6 +53,7 @@ impl fmt::Display for TransportKind {
             Self::Shm => "shm",
             Self::Tcp => "tcp",
             Self::Nixl => "nixl",
+            Self::Mooncake => "mooncake",
             Self::MooncakeTcp => "mooncake-tcp",
         })
     }

@@ -239,7 +239,7 @@ fn check(config: &NodeConfig) -> Result<(u32, u32), NodeError> {
     }
     if config.transports.is_empty() {
         return Err(NodeError::Config(
-            "no transport; name at least one of mem, shm, tcp, nixl and mooncake-tcp".into(),
+            "no transport; name at least one of mem, shm, tcp, nixl, mooncake and mooncake-tcp".into(),
         ));
     }
     let (pages, slots) = config.arenas.first().map_or((0, 0), |a| (a.layout().pages(), a.layout().slots()));

@@ -1,6 +1,6 @@
 //! The TCP protocol of [Mooncake's Transfer Engine](https://github.com/kvcache-ai/Mooncake), spoken natively.
 //!
-//! No code of Mooncake runs here: this is a peer of its engines, in both roles. A [`Peer`] is asked what it has, told
+//! No code of Mooncake runs in that: it is a peer of its engines, in both roles. A [`Peer`] is asked what it has, told
 //! things, and read and written over [`Lane`]s, many requests at a time. A [`Target`] is what other engines read and write: it
 //! listens on loopback only, and a whole request must be inside what its [`Ranges`] grant.
 //!
@@ -10,6 +10,8 @@
 //!
 //! [`start`] makes a kvferry transport of it: [`MooncakeEngine`] moves blocks into the landing slots of
 //! [`kvferry_transport::slots`], and takes writes only inside of a slot that is granted at that moment.
+//!
+//! [`sidecar`] is another transport: there the package's own engine moves the bytes.
 //!
 //! *Not* for RDMA, for memory of devices, or for metadata servers: peers are named by the address of their control port.
 
@@ -22,6 +24,7 @@ mod limits;
 mod memory;
 mod peer;
 mod sender;
+pub mod sidecar;
 mod start;
 mod stream;
 mod target;

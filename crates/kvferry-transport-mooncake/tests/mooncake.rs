@@ -1,13 +1,8 @@
-//! Engines of Mooncake's own Python package, and its benchmark, against ours, in both roles. Without the package these tests
-//! are named in the summary as left out; with `KVFERRY_REQUIRE=mooncake` they fail.
+//! Engines of Mooncake's own Python package, and its benchmark, against ours, in both roles.
 
-#![allow(
-    clippy::unwrap_used,
-    clippy::panic,
-    clippy::print_stdout,
-    reason = "a failed unwrap is a failed test"
-)]
+#![allow(clippy::unwrap_used, clippy::panic, reason = "a failed unwrap is a failed test")]
 
+mod component;
 mod memory;
 
 use std::{
@@ -23,14 +18,12 @@ use std::{
 use kvferry_plan::Bytes;
 use kvferry_transport_mooncake::{
     Address, Description, Lane, Limits, MooncakeError, Notification, Peer, Read, Target, Write,
+    sidecar::INSTALL,
 };
-use libtest_mimic::{Arguments, Failed, Trial};
+use libtest_mimic::Arguments;
 use memory::{BASE, Memory, pattern};
 use serde_json::{Value, json};
 
-const COMPONENT: &str = "mooncake";
-const INSTALL: &str = "needs `python3 -m pip install mooncake-transfer-engine-non-cuda==0.3.13.post1` in the active virtual \
-                       environment or that of KVFERRY_MOONCAKE_PYTHON, and the packages libibverbs1, libnuma1, libcurl4";
 const PATIENCE: Duration = Duration::from_secs(60);
 const SIZE: usize = 3 << 20;
 /// Of the benchmark; it has 2 threads with batches of 16.
@@ -46,39 +39,15 @@ const TESTS: [(&str, fn()); 6] = [
 ];
 
 fn main() -> ExitCode {
-    let arguments = Arguments::from_args();
-    let there = interpreter();
-    let required =
-        std::env::var("KVFERRY_REQUIRE").is_ok_and(|list| list.split(',').any(|c| c.trim() == COMPONENT));
-    let missing = there.as_ref().err().cloned();
-    let trials = TESTS.iter().map(|(name, test)| {
-        let missing = missing.clone();
-        let left_out = missing.is_some() && !required;
-        let run = move || match missing {
-            Some(why) => Err(Failed::from(format!("{COMPONENT} is required: {why}"))),
-            None => {
-                test();
-                Ok(())
-            }
-        };
-        Trial::test(*name, run).with_kind(COMPONENT).with_ignored_flag(left_out)
-    });
-    let conclusion = libtest_mimic::run(&arguments, trials.collect());
-    match &there {
-        Ok(path) => println!("components: {COMPONENT} found by {}", path.display()),
-        Err(why) => println!(
-            "components: {COMPONENT} MISSING, {} tests {} ({why}; {INSTALL}; KVFERRY_REQUIRE={COMPONENT} makes this a \
-             failure)",
-            TESTS.len(),
-            if required { "failed" } else { "left out" }
-        ),
-    }
-    conclusion.exit_code()
+    let there = interpreter().map(|path| path.display().to_string());
+    let there = there.map_err(|why| format!("{why}; {INSTALL}"));
+    let test = |(name, test): (&str, fn())| (name.to_owned(), Box::new(test) as Box<_>);
+    component::run(&Arguments::from_args(), &there, TESTS.map(test).into())
 }
 
 /// A Python that has the package.
 fn interpreter() -> Result<PathBuf, String> {
-    let named = std::env::var_os("KVFERRY_MOONCAKE_PYTHON").map(PathBuf::from);
+    let named = std::env::var_os("KVFERRY_PYTHON").map(PathBuf::from);
     let active = std::env::var_os("VIRTUAL_ENV").map(|folder| Path::new(&folder).join("bin/python3"));
     let path = named.or(active).ok_or("no virtual environment is active")?;
     let tried = Command::new(&path).args(["-c", "import mooncake.engine"]).output();

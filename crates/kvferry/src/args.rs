@@ -34,6 +34,7 @@ Environment:
   KVFERRY_LOG_FORMAT  `text`, or `json` for a JSON object in each line
   KVFERRY_MODEL_URL   Where `smollm2` is fetched first: http, https or file
   KVFERRY_NIXL_LIB    NIXL's library, for `--transport nixl`
+  KVFERRY_PYTHON      Python with Mooncake's package, for `--transport mooncake`
   NO_COLOR            Anything in it: no colours on terminals either";
 
 /// Moves the KV cache of language models between instances with different parallel layouts: exactly, quickly, safely
@@ -149,8 +150,9 @@ pub(crate) struct EngineArgs {
     /// Keep no cache of earlier requests: every prompt is computed and moved whole
     #[arg(long, help_heading = "Engine")]
     pub(crate) no_prefix_cache: bool,
-    /// How the cache is moved: pushed over TCP, pulled out of shared memory, pushed by NVIDIA NIXL (`kvferry doctor` says where
-    /// its library is, or how to get it), or pushed over Mooncake's TCP protocol
+    /// How the cache is moved: pushed over TCP, pulled out of shared memory, pushed by NVIDIA NIXL or by Mooncake's engine
+    /// (`kvferry doctor` says where these are, or how to get them; the latter listens on all interfaces), or pushed over
+    /// Mooncake's TCP protocol
     #[arg(long, value_enum, default_value_t = TransportArg::Tcp, help_heading = "Hand-off")]
     pub(crate) transport: TransportArg,
     /// At prefill: convert what decode keeps in another element type; without it two that differ do not pair
@@ -472,6 +474,7 @@ choice!(TransportArg => TransportKind {
     Tcp => Self::Tcp,
     Shm => Self::Shm,
     Nixl => Self::Nixl,
+    Mooncake => Self::Mooncake,
     MooncakeTcp => Self::MooncakeTcp,
 });
 

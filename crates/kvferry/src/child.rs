@@ -61,8 +61,9 @@ impl Child {
         let mut command = Command::new(program);
         // It is told everything on its command line: what the environment says was for this process.
         for (name, _) in std::env::vars_os() {
-            let kept =
-                ["KVFERRY_LOG", "KVFERRY_LOG_FORMAT", "KVFERRY_NIXL_LIB"].iter().any(|kept| name == *kept);
+            let kept = ["KVFERRY_LOG", "KVFERRY_LOG_FORMAT", "KVFERRY_NIXL_LIB", "KVFERRY_PYTHON"]
+                .iter()
+                .any(|kept| name == *kept);
             if name.to_string_lossy().starts_with("KVFERRY_") && !kept {
                 command.env_remove(name);
             }
