@@ -17,7 +17,7 @@ use std::{
 use kvferry_arena::Buffer;
 use kvferry_plan::Bytes;
 use kvferry_transport::{
-    DeviceId, MemoryKind, Transport, contract,
+    DeviceId, MemoryKind, Setup, Transport, TransportError, contract,
     slots::{BlockEngine, BlockSpan, EngineError, EnginePeer, Progress, SlotOptions, WriteId},
 };
 use kvferry_transport_mooncake::sidecar::{SidecarEngine, located, start};
@@ -27,7 +27,7 @@ const PATIENCE: Duration = Duration::from_secs(60);
 const SIZE: usize = 3 << 20;
 const WORKER: &str = "KVFERRY_TEST_WORKER";
 
-const TESTS: [(&str, fn()); 8] = [
+const TESTS: [(&str, fn()); 9] = [
     ("blocks_and_lists_of_blocks_are_exact", exact),
     ("notifications_go_both_ways", notifications),
     ("nonsense_is_refused", nonsense),
@@ -36,6 +36,7 @@ const TESTS: [(&str, fn()); 8] = [
     ("a_write_to_a_stopped_target_settles_when_it_goes_on", stopped),
     ("a_write_to_a_target_that_hangs_fails_and_is_over", hangs),
     ("nothing_is_left_of_a_killed_process", killed_process),
+    ("two_ends_that_have_met_and_are_idle_use_no_cpu", idle),
 ];
 
 fn main() -> ExitCode {
@@ -48,12 +49,16 @@ fn main() -> ExitCode {
     let ours = TESTS.into_iter().map(|(name, test)| (name.to_owned(), Box::new(test) as Box<_>));
     let checks = contract::CHECKS.iter().map(|(name, check)| {
         let run = || {
-            check(&|setup| Ok(Arc::new(start(setup, small())?) as Arc<dyn Transport>));
+            check(&begin);
             assert_eq!(children(), Vec::<u32>::new());
         };
         (format!("contract::{name}"), Box::new(run) as Box<_>)
     });
     component::run(&arguments, &located().map_err(|error| error.to_string()), ours.chain(checks).collect())
+}
+
+fn begin(setup: Setup) -> Result<Arc<dyn Transport>, TransportError> {
+    Ok(Arc::new(start(setup, small())?))
 }
 
 fn small() -> SlotOptions {
@@ -337,8 +342,9 @@ fn worker() {
     let (mut source, mut target) = (End::start(), End::start());
     let peer = source.connect(&mut target);
     source.write(peer, &target).unwrap();
-    println!("ready");
-    std::io::stdout().flush().unwrap();
+    let mut out = std::io::stdout();
+    out.write_all(b"ready\n").unwrap();
+    out.flush().unwrap();
     let _ = std::io::stdin().read(&mut [0]);
 }
 
@@ -363,4 +369,27 @@ fn killed_process() {
         };
         until("a sidecar outlives its process", || !sidecars.iter().any(runs));
     }
+}
+
+fn idle() {
+    let rest = Duration::from_secs(3);
+    let mut used = Duration::ZERO;
+    contract::at_rest(&begin, &mut || {
+        let processes: Vec<_> = children().into_iter().chain([std::process::id()]).collect();
+        assert_eq!(processes.len(), 4);
+        let all = || processes.iter().copied().map(cpu).sum::<Duration>();
+        let before = all();
+        thread::sleep(rest);
+        used = all() - before;
+    });
+    assert!(used < rest / 20, "{used:?} of CPU in {rest:?}");
+}
+
+/// Of all threads of a process so far.
+fn cpu(pid: u32) -> Duration {
+    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap();
+    let fields: Vec<_> = stat.rsplit_once(')').unwrap().1.split_whitespace().collect();
+    let ticks: u64 = fields[11..13].iter().map(|field| field.parse::<u64>().unwrap()).sum();
+    // A hundred a second on every Linux.
+    Duration::from_millis(10 * ticks)
 }

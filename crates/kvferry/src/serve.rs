@@ -31,6 +31,10 @@ pub(crate) async fn run(args: ServeArgs) -> Result<(), Failure> {
         follow_parent(drain.clone())?;
     }
     stop_on_signals(drain.clone())?;
+    // A parent says so itself.
+    if !args.exit_with_parent && matches!(args.role, RoleArg::Prefill | RoleArg::Decode) {
+        args.instance.engine.caution();
+    }
     let instance = args.name.clone().unwrap_or_else(|| format!("{}-0", name_of(&args.role)));
     let role = match args.role {
         RoleArg::Registry => {

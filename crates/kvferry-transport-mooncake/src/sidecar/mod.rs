@@ -32,6 +32,10 @@ pub use python::INSTALL;
 
 use crate::sender::Outcomes;
 
+/// What everybody should know who uses it.
+pub const CAUTION: &str = "the engine of `--transport mooncake` listens on all interfaces and has no authentication: who reaches \
+                           its ports can read and write what is on its way; use it where all who can are trusted";
+
 /// A sidecar may have to start while a link is opened, or while its first block waits.
 const PATIENCE: Duration = Duration::from_secs(10);
 

@@ -38,6 +38,7 @@ use show::Show;
 
 /// Runs the demo; the exit status says whether everything was proven equal.
 pub(crate) async fn run(mut args: DemoArgs) -> Result<ExitCode, Failure> {
+    args.engine.caution();
     match args.suite {
         Some(SuiteArg::Matrix) => return matrix::run(args).await,
         Some(SuiteArg::KimiDcp) => return kimi::run(args).await,

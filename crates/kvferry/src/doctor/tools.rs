@@ -3,6 +3,7 @@
 use std::{process::Stdio, time::Duration};
 
 use kvferry_transport::slots::EngineError;
+use kvferry_transport_mooncake::sidecar;
 use serde::Deserialize;
 use tokio::{process::Command, time::timeout};
 
@@ -20,7 +21,6 @@ def version(*names):
         except Exception: pass
 print(json.dumps({
     'pip': version('pip'), 'openai': version('openai'),
-    'mooncake': version('mooncake-transfer-engine-non-cuda', 'mooncake-transfer-engine'),
 }))
 ";
 
@@ -29,7 +29,6 @@ print(json.dumps({
 #[serde(default)]
 struct Packages {
     pip: Option<String>,
-    mooncake: Option<String>,
     openai: Option<String>,
 }
 
@@ -56,7 +55,7 @@ pub(super) async fn look(offline: bool) -> Vec<Finding> {
         smollm2(has_model, reachable),
         others(),
         nixl(),
-        mooncake(&packages),
+        mooncake(),
         llama().await,
         openai(&packages),
     ]
@@ -145,15 +144,23 @@ fn nixl() -> Finding {
     Finding::new("NIXL", State::Info, says).remedy("python3 -m pip install --no-deps nixl-cu12==1.5.1")
 }
 
-fn mooncake(packages: &Packages) -> Finding {
-    let found = packages.mooncake.as_ref().map(|name| format!("Python package {name}"));
-    let install = "python3 -m pip install \\\nmooncake-transfer-engine-non-cuda==0.3.13.post1";
-    extra(
-        "Mooncake",
-        found,
-        "only tests use it: `--transport mooncake-tcp` speaks its protocol without",
-        install,
-    )
+/// What `--transport mooncake` would run. Its engine is started here, too.
+fn mooncake() -> Finding {
+    let says = match sidecar::located() {
+        Ok(found) => {
+            let says = format!(
+                "`--transport mooncake` listens on all interfaces, without authentication, and runs {found}"
+            );
+            return Finding::new("Mooncake", State::Ok, says);
+        }
+        Err(EngineError::Missing { reason, .. }) => {
+            format!("only `--transport mooncake` needs it (`mooncake-tcp` does not): {reason}")
+        }
+        Err(error) => error.to_string(),
+    };
+    let install = "apt-get install libibverbs1 libnuma1 libcurl4 && \\\npython3 -m pip install \
+                   mooncake-transfer-engine-non-cuda==0.3.13.post1";
+    Finding::new("Mooncake", State::Info, says).remedy(install)
 }
 
 /// `bench engine` compares with llama.cpp through a program for Node.js, in a folder that is named then.

@@ -20,6 +20,7 @@ use show::Ask;
 
 /// Starts the cluster and keeps it until somebody ends it, or one of its processes cannot be kept.
 pub(crate) async fn run(args: UpArgs) -> Result<(), Failure> {
+    args.instance.engine.caution();
     args.instance.engine.same_cache(&args.prefill, &args.decode)?;
     let mut stop = Stop::new()?;
     let progress = if args.json { Progress::Quiet } else { Progress::Shown };
