@@ -2,7 +2,11 @@
 
 #![forbid(unsafe_code)]
 
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::{
+    io,
+    os::fd::{AsFd, OwnedFd},
+    sync::{Arc, Mutex, PoisonError},
+};
 
 use kvferry_plan::Bytes;
 use rustix::fs::{
@@ -19,7 +23,8 @@ use crate::{
 #[derive(Debug)]
 pub struct Buffer {
     mapping: Mapping,
-    fd: OwnedFd,
+    /// `None` once the memory is only kept.
+    fd: Mutex<Option<OwnedFd>>,
 }
 
 impl Buffer {
@@ -61,7 +66,7 @@ impl Buffer {
             name: name.to_owned(),
             source,
         })?;
-        Ok(Self { mapping, fd })
+        Ok(Self { mapping, fd: Mutex::new(Some(fd)) })
     }
 
     /// Size.
@@ -77,10 +82,20 @@ impl Buffer {
         self.mapping.source(Bytes(0), Bytes(0)).map_or(0, |at| at.expose_provenance() as u64)
     }
 
-    /// The descriptor, for a process that an engine runs in: it maps the same memory.
-    #[must_use]
-    pub fn fd(&self) -> BorrowedFd<'_> {
-        self.fd.as_fd()
+    /// A descriptor, for a process that an engine runs in: it maps the same memory.
+    ///
+    /// # Errors
+    /// Those of the system, and [`io::ErrorKind::NotFound`] after [`Self::keep`].
+    pub fn fd(&self) -> io::Result<OwnedFd> {
+        let fd = self.fd.lock().unwrap_or_else(PoisonError::into_inner);
+        fd.as_ref().ok_or_else(|| io::Error::from(io::ErrorKind::NotFound))?.try_clone()
+    }
+
+    /// Leaves the memory mapped for the rest of the process: somebody may still write it, and another mapping at its
+    /// address would be written.
+    pub fn keep(self: Arc<Self>) {
+        self.fd.lock().unwrap_or_else(PoisonError::into_inner).take();
+        std::mem::forget(self);
     }
 
     /// A piece to unpack from.

@@ -108,7 +108,7 @@ impl SidecarEngine {
         let id = WriteId(self.number());
         let (source, contact) = self.source(peer, &locals)?;
         let order = Order::Batch { id: id.0, peer: &contact.engine.to_string(), count: pairs.len() };
-        source.write(id, &order, Some(memory.fd()))?;
+        source.write(id, &order, Some(&memory))?;
         Ok(id)
     }
 
@@ -123,7 +123,7 @@ impl SidecarEngine {
             tracing::warn!("the process with Mooncake's engine has ended and is started again");
             self.target = Sidecar::start(&self.outcomes)?;
             for (address, memory) in &self.memories {
-                self.target.open(*address, memory.len().0, memory.fd())?;
+                self.target.open(*address, memory)?;
             }
         }
         Ok(&self.target)
@@ -157,7 +157,7 @@ impl SidecarEngine {
             if lent.insert(*address)
                 && let Some(memory) = self.memories.get(address)
             {
-                sidecar.lend(*address, memory.len().0, memory.fd())?;
+                sidecar.lend(*address, memory)?;
             }
         }
         Ok((sidecar, contact))
@@ -193,7 +193,7 @@ impl BlockEngine for SidecarEngine {
         }
         let address = self.place(memory.len())?;
         let span = BlockSpan { address: address.0, len: memory.len(), kind, device };
-        self.target()?.open(address, memory.len().0, memory.fd())?;
+        self.target()?.open(address, &memory)?;
         self.memories.insert(address, memory);
         Ok(span)
     }

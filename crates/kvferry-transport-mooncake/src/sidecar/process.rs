@@ -3,9 +3,9 @@
 
 use std::{
     collections::{BTreeMap, BTreeSet},
-    io::Read,
+    io::{self, Read},
     os::{
-        fd::{AsFd, BorrowedFd, OwnedFd},
+        fd::{AsFd, OwnedFd},
         unix::process::CommandExt,
     },
     process::{Child, ChildStderr, Stdio},
@@ -14,6 +14,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use kvferry_arena::Buffer;
 use kvferry_transport::slots::{EngineError, WriteId};
 use rustix::{
     event::{PollFd, PollFlags, Timespec, poll},
@@ -111,15 +112,17 @@ impl Sidecar {
     }
 
     /// Makes memory known that others may write.
-    pub(super) fn open(&self, address: Address, length: u64, fd: BorrowedFd<'_>) -> Result<(), EngineError> {
+    pub(super) fn open(&self, address: Address, memory: &Buffer) -> Result<(), EngineError> {
         const ACTION: &str = "register memory";
-        self.tell(ACTION, &Order::Memory { address, length, open: true }, Some(fd))?;
+        let length = memory.len().0;
+        self.tell(ACTION, &Order::Memory { address, length, open: true }, Some(memory))?;
         self.wait(ACTION, |state| state.registered.contains(&address).then_some(()))
     }
 
     /// Makes memory known that is only read.
-    pub(super) fn lend(&self, address: Address, length: u64, fd: BorrowedFd<'_>) -> Result<(), EngineError> {
-        self.tell("register memory", &Order::Memory { address, length, open: false }, Some(fd))
+    pub(super) fn lend(&self, address: Address, memory: &Buffer) -> Result<(), EngineError> {
+        let length = memory.len().0;
+        self.tell("register memory", &Order::Memory { address, length, open: false }, Some(memory))
     }
 
     /// Tells it of a write. Its outcome comes in any case, unless this fails.
@@ -127,7 +130,7 @@ impl Sidecar {
         &self,
         id: WriteId,
         order: &Order<'_>,
-        with: Option<BorrowedFd<'_>>,
+        with: Option<&Buffer>,
     ) -> Result<(), EngineError> {
         let mut state = lock(&self.shared.state);
         if let Some(end) = &state.ended {
@@ -178,9 +181,13 @@ impl Sidecar {
         &self,
         action: &'static str,
         order: &Order<'_>,
-        with: Option<BorrowedFd<'_>>,
+        with: Option<&Buffer>,
     ) -> Result<(), EngineError> {
-        packets::send(&self.socket, order, with).map_err(|error| {
+        let fd = with.map(Buffer::fd).transpose();
+        let sent = fd.and_then(|fd| {
+            packets::send(&self.socket, order, fd.as_ref().map(AsFd::as_fd)).map_err(io::Error::from)
+        });
+        sent.map_err(|error| {
             self.end();
             match &lock(&self.shared.state).ended {
                 Some(end) => end.error(action),

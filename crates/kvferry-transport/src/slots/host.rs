@@ -158,8 +158,7 @@ impl Host {
             self.retire(&era);
         }
         for bank in self.reachable().drain(..) {
-            // Never unmapped: another mapping at its address would be written.
-            std::mem::forget(Arc::clone(&bank.buffer));
+            Arc::clone(&bank.buffer).keep();
         }
     }
 
