@@ -21,6 +21,8 @@ pub struct Limits {
     pub missed: u32,
     /// For a control connection and the first messages on it.
     pub handshake: Duration,
+    /// For which a transport over which no link to a peer came about is left out, where the pair has another.
+    pub relink: Duration,
     /// For the rooms that are open at a shutdown to end by themselves.
     pub drain: Duration,
     /// Accepted control connections.
@@ -37,6 +39,7 @@ impl Default for Limits {
             heartbeat: Duration::from_millis(200),
             missed: 3,
             handshake: Duration::from_secs(1),
+            relink: Duration::from_secs(10),
             drain: Duration::from_secs(5),
             connections: 1024,
             outbox: 64 << 20,
@@ -59,7 +62,8 @@ pub struct NodeConfig {
     pub hosts: Option<Vec<RankId>>,
     /// The pools of those ranks, in their order.
     pub arenas: Vec<Arc<Arena>>,
-    /// The transports to start, in order of preference.
+    /// The transports to start, each once, in the order in which they are wanted: what a pair makes of the lists of both
+    /// sides, [`kvferry_session::choices`] says.
     pub transports: Vec<TransportKind>,
     /// Takes and compares digests. Off only to show what would happen without.
     pub digest: bool,

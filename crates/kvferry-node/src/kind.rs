@@ -23,9 +23,22 @@ pub enum TransportKind {
 }
 
 impl TransportKind {
-    /// All of them.
+    /// All of them, in kvferry's own order, which decides where two sides want different ones.
     pub const ALL: [Self; 6] =
-        [Self::Mem, Self::Shm, Self::Tcp, Self::Nixl, Self::Mooncake, Self::MooncakeTcp];
+        [Self::Mem, Self::Shm, Self::Tcp, Self::Nixl, Self::MooncakeTcp, Self::Mooncake];
+
+    /// As users write it.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Mem => "mem",
+            Self::Shm => "shm",
+            Self::Tcp => "tcp",
+            Self::Nixl => "nixl",
+            Self::Mooncake => "mooncake",
+            Self::MooncakeTcp => "mooncake-tcp",
+        }
+    }
 
     /// Starts this end.
     ///
@@ -48,14 +61,7 @@ impl TransportKind {
 
 impl fmt::Display for TransportKind {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Mem => "mem",
-            Self::Shm => "shm",
-            Self::Tcp => "tcp",
-            Self::Nixl => "nixl",
-            Self::Mooncake => "mooncake",
-            Self::MooncakeTcp => "mooncake-tcp",
-        })
+        f.write_str(self.name())
     }
 }
 
@@ -72,5 +78,21 @@ impl FromStr for TransportKind {
             let names = Self::ALL.map(|kind| format!("`{kind}`")).join(", ");
             format!("`{text}` is not a transport; use one of {names}")
         })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_order_of_all_is_that_of_two_sides_that_disagree() {
+        let ours = TransportKind::ALL.map(TransportKind::name);
+        let mut theirs = ours;
+        theirs.reverse();
+        for (a, b) in [(ours, theirs), (theirs, ours)] {
+            let found: Vec<_> = kvferry_session::choices(&a, &b).iter().map(|c| c.transport).collect();
+            assert_eq!(found, ours);
+        }
     }
 }

@@ -15,6 +15,7 @@ use kvferry_transport::{Job, Link, PeerAddr, Transport, TransportError};
 use tokio::sync::mpsc;
 
 use crate::{
+    TransportKind,
     connection::ConnId,
     core::{Event, Shared},
     work,
@@ -67,6 +68,7 @@ impl Task {
 
 #[derive(Debug)]
 enum Command {
+    Link { side: Side, key: RoomKey, serial: u64 },
     Execute(Box<Task>),
     Fence { key: RoomKey, serial: u64, revoke: Option<Generation> },
 }
@@ -79,12 +81,30 @@ pub(crate) struct Lane {
 }
 
 impl Lane {
-    pub(crate) fn start(shared: &Arc<Shared>, transport: Arc<dyn Transport>, peer: PeerAddr) -> Self {
+    pub(crate) fn start(
+        shared: &Arc<Shared>,
+        (conn, kind): (ConnId, TransportKind),
+        transport: Arc<dyn Transport>,
+        peer: PeerAddr,
+    ) -> Self {
         let (commands, queue) = mpsc::unbounded_channel();
         let closed = Arc::new(AtomicBool::new(false));
-        let worker = Worker { shared: shared.clone(), transport, peer, link: None, closed: closed.clone() };
+        let worker = Worker {
+            shared: shared.clone(),
+            conn,
+            kind,
+            transport,
+            peer,
+            link: None,
+            closed: closed.clone(),
+        };
         shared.tracker.spawn_blocking(move || worker.run(queue));
         Self { commands, closed }
+    }
+
+    /// Opens the link for a room, if it is not open; then [`Event::Linked`].
+    pub(crate) fn link(&self, side: Side, key: RoomKey, serial: u64) {
+        self.commands.send(Command::Link { side, key, serial }).ok();
     }
 
     /// Does a piece of work; its end is [`Event::Executed`].
@@ -113,6 +133,8 @@ struct OpenLink {
 #[derive(Debug)]
 struct Worker {
     shared: Arc<Shared>,
+    conn: ConnId,
+    kind: TransportKind,
     transport: Arc<dyn Transport>,
     peer: PeerAddr,
     link: Option<OpenLink>,
@@ -123,6 +145,15 @@ impl Worker {
     fn run(mut self, mut queue: mpsc::UnboundedReceiver<Command>) {
         while let Some(command) = queue.blocking_recv() {
             match command {
+                Command::Link { side, key, serial } => {
+                    let result = match self.closed.load(Ordering::Relaxed) {
+                        true => Err(TransportError::Closed),
+                        false => self.open().map(drop),
+                    };
+                    let result = result.map_err(|error| error.to_string());
+                    let event = Event::Linked { side, key, serial, conn: self.conn, kind: self.kind, result };
+                    self.shared.events.send(event).ok();
+                }
                 Command::Execute(task) => {
                     if let Err(error) = self.execute(&task) {
                         report(&self.shared, &task, Err(error));

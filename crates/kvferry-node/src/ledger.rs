@@ -12,7 +12,7 @@ pub struct Ledger {
     pub sending: u64,
     /// Rooms that this node receives.
     pub receiving: u64,
-    /// Opens of peers for rooms that are not known here yet.
+    /// Opens of peers for rooms that are not known here yet, or for which a link is being opened.
     pub waiting: u64,
     /// Rooms whose pages a reader may read.
     pub leases: u64,

@@ -26,9 +26,11 @@ pub use config::{Limits, NodeConfig};
 pub use error::{NodeError, RoomError};
 pub use fault::SourceFault;
 pub use kind::TransportKind;
-pub use kvferry_session::{Cause, CauseKind, FirstToken, Prompt, Side};
+pub use kvferry_session::{Cause, CauseKind, Choice, FirstToken, Prompt, Side, choices};
 pub use kvferry_transport::Inject;
 pub use ledger::Ledger;
 pub use node::Node;
 pub use observe::{Moment, Observer};
-pub use room::{PeerAddr, Receipt, Receive, ReceiveHandle, SourceHandle, SourceReceipt, SourceRoom};
+pub use room::{
+    PeerAddr, PeerTransport, Receipt, Receive, ReceiveHandle, SourceHandle, SourceReceipt, SourceRoom,
+};

@@ -17,8 +17,8 @@ use tokio::sync::{mpsc, oneshot};
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
 
 use crate::{
-    Ledger, NodeConfig, NodeError, Observer, PeerAddr, Receive, ReceiveHandle, SourceHandle, SourceRoom,
-    TransportKind,
+    Ledger, NodeConfig, NodeError, Observer, PeerAddr, PeerTransport, Receive, ReceiveHandle, SourceHandle,
+    SourceRoom, TransportKind,
     connection::Listener,
     core::{Core, Event, Shared, Started},
 };
@@ -91,6 +91,7 @@ impl Node {
             events: events.clone(),
             inbox,
             ledger: Mutex::default(),
+            peers: Mutex::default(),
             observer: OnceLock::new(),
             connection: AtomicU64::new(1),
             listen: stop.child_token(),
@@ -130,7 +131,13 @@ impl Node {
         }
     }
 
-    /// The transports, in order of preference, with the addresses that peers are told.
+    /// The peers that this node is connected to, and what moves the bytes.
+    #[must_use]
+    pub fn peers(&self) -> Vec<PeerTransport> {
+        self.shared.peers().values().cloned().collect()
+    }
+
+    /// The transports, in the order in which they are wanted, with the addresses that peers are told.
     #[must_use]
     pub fn transports(&self) -> Vec<(TransportKind, String)> {
         self.shared.transports.iter().map(|t| (t.kind, t.transport.endpoint())).collect()
@@ -241,6 +248,11 @@ fn check(config: &NodeConfig) -> Result<(u32, u32), NodeError> {
         return Err(NodeError::Config(
             "no transport; name at least one of mem, shm, tcp, nixl, mooncake and mooncake-tcp".into(),
         ));
+    }
+    let mut kinds = config.transports.clone();
+    kinds.sort_unstable();
+    if let Some([twice, ..]) = kinds.windows(2).find(|pair| matches!(pair, [a, b] if a == b)) {
+        return Err(NodeError::Config(format!("the transport {twice} is named twice; name each once")));
     }
     let (pages, slots) = config.arenas.first().map_or((0, 0), |a| (a.layout().pages(), a.layout().slots()));
     // What a rank has of the pages of all.

@@ -5,6 +5,8 @@ use std::{fmt, time::Duration};
 use kvferry_plan::{Bytes, InstanceId, RankId, RoomKey, TokenRange};
 use kvferry_session::Side;
 
+use crate::TransportKind;
+
 /// Something that happened to a room. Which ones come, and how often, depends on side and transport; one of a room
 /// that has just ended may still come.
 #[derive(Clone, Debug, PartialEq)]
@@ -14,6 +16,15 @@ pub enum Moment {
     Paired {
         /// The other instance.
         peer: InstanceId,
+        /// What will move the bytes.
+        transport: TransportKind,
+    },
+    /// The mover: no link came about over a transport that both have. The room goes on with another, if there is one.
+    Unlinked {
+        /// The other instance.
+        peer: InstanceId,
+        /// The transport.
+        transport: TransportKind,
     },
     /// Target: the pages may be written, and the source was asked.
     Granted,

@@ -20,6 +20,19 @@ pub struct PeerAddr {
     pub endpoint: String,
 }
 
+/// What moves the bytes between this node and a peer that it is connected to.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PeerTransport {
+    /// The peer.
+    pub peer: InstanceId,
+    /// Which side of rooms this node is on that connection.
+    pub side: Side,
+    /// What moved the last room that has begun; before the first one, what both want most.
+    pub transport: TransportKind,
+    /// Why that one, of those that both have.
+    pub why: String,
+}
+
 /// A request whose cache this node computes and hands to whoever opens the room.
 #[derive(Clone, Debug)]
 pub struct SourceRoom {
@@ -51,7 +64,7 @@ pub struct Receive {
     pub tokens: TokenRange,
     /// The prompt, which must be the source's. Absent: not compared.
     pub prompt: Option<Prompt>,
-    /// The transport to use; the first that both have when absent.
+    /// The transport to use; the best that both have when absent.
     pub transport: Option<TransportKind>,
 }
 
@@ -68,7 +81,7 @@ pub struct SourceReceipt {
 }
 
 /// A room that was received: every byte of the ranks that live in this process is there and verified.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct Receipt {
     /// The token that prefill sampled.
     pub first: FirstToken,
@@ -82,6 +95,8 @@ pub struct Receipt {
     pub seconds: f64,
     /// What moved them.
     pub transport: TransportKind,
+    /// Why that one, of those that both have.
+    pub why: String,
 }
 
 impl Receipt {

@@ -191,7 +191,7 @@ async fn an_observer_sees_each_step_of_a_room_and_all_of_its_bytes() {
         let (given, taken) = hand_over(&source, &target, key, 100, 32).await;
         let (given, taken) = (given.unwrap(), taken.unwrap());
 
-        let named = |name: &str| Moment::Paired { peer: InstanceId(name.into()) };
+        let named = |name: &str| Moment::Paired { peer: InstanceId(name.into()), transport };
         let moved = |diary: &Diary, side| {
             diary.of(side, key).into_iter().fold((0, 0), |(bytes, copies), moment| match moment {
                 Moment::Moved { bytes: b, copies: c, .. } => (bytes + b.0, copies + c),
@@ -241,7 +241,7 @@ async fn many_rooms_share_a_connection() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn the_transport_that_the_target_prefers_or_asks_for() {
+async fn the_transport_that_the_pair_prefers_or_the_target_asks_for() {
     let shape = gqa();
     let recipe = |name, transports: &[TransportKind]| Recipe {
         transports: transports.to_vec(),

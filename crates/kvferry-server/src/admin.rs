@@ -12,6 +12,7 @@ use axum::{
     response::{IntoResponse, Response},
 };
 use kvferry_engine::{Engine, EngineStats};
+use kvferry_node::PeerTransport;
 use kvferry_plan::{
     AdmissionPath, Attempt, Blame, Bytes, Footprint, Incarnation, InstanceId, LongestPrompt, RankId, RoomId,
     RoomKey,
@@ -46,9 +47,32 @@ pub struct Health {
     pub ranks: u32,
     /// Longest prompt that it serves, in tokens; [`CapacityReply`] has the limits of both paths.
     pub longest_prompt: u64,
+    /// Its transports, in the order in which it wants them.
+    #[serde(default)]
+    pub transports: Vec<String>,
+    /// The instances that it is connected to, and what moves the cache between the two.
+    #[serde(default)]
+    pub peers: Vec<PeerHealth>,
     /// How it has computed so far.
     #[serde(default)]
     pub compute: Compute,
+}
+
+/// What moves the cache between an instance and another one that it is connected to.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PeerHealth {
+    /// The other instance.
+    pub instance: InstanceId,
+    /// The transport of the last room that began; before the first one, what both want most.
+    pub transport: String,
+    /// Why that one, of those that both have.
+    pub why: String,
+}
+
+impl PeerHealth {
+    fn of(PeerTransport { peer, transport, why, .. }: PeerTransport) -> Self {
+        Self { instance: peer, transport: transport.to_string(), why }
+    }
 }
 
 /// How an engine has computed so far.
@@ -138,6 +162,8 @@ pub(crate) async fn health(State(shared): State<Arc<Shared>>) -> Json<Health> {
         model: shared.engine.model().name().to_owned(),
         ranks: shared.engine.placement().ranks(),
         longest_prompt: shared.longest_prompt().on(AdmissionPath::Normal),
+        transports: shared.node.transports().into_iter().map(|(kind, _)| kind.to_string()).collect(),
+        peers: shared.node.peers().into_iter().map(PeerHealth::of).collect(),
         compute: Compute::of(&shared.engine.stats()),
     })
 }

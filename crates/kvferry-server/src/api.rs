@@ -155,6 +155,9 @@ pub struct DecodeDone {
 pub struct Transfer {
     /// The transport's name.
     pub transport: String,
+    /// Why that one, of those that both sides have.
+    #[serde(default)]
+    pub transport_why: String,
     /// Bytes that landed.
     pub bytes: Bytes,
     /// Bytes that the planner says are due.

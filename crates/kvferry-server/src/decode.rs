@@ -334,6 +334,7 @@ impl Room {
                         prompt_tokens_cached,
                         transfer: Transfer {
                             transport: receipt.transport.to_string(),
+                            transport_why: receipt.why.clone(),
                             bytes: receipt.bytes,
                             planned_bytes: receipt.planned_bytes,
                             runs: receipt.copies,

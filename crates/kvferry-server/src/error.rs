@@ -89,6 +89,7 @@ impl Problem {
                 CauseKind::Unavailable => "unavailable",
                 CauseKind::Mismatch => "mismatch",
                 CauseKind::Incompatible => "incompatible",
+                CauseKind::Link => "link",
                 _ => "other",
             },
             _ => "other",

@@ -52,7 +52,7 @@ pub struct InstanceConfig {
     pub registry: String,
     /// Layout and capacity.
     pub engine: EngineConfig,
-    /// Transports, most wanted first.
+    /// Transports, each once, most wanted first.
     pub transports: Vec<TransportKind>,
     /// Bytes per second that are moved at most to or from one peer, where this side moves them.
     pub rate: Option<Bytes>,

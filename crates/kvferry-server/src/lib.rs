@@ -44,7 +44,7 @@ mod registry;
 mod router;
 mod telemetry;
 
-pub use admin::{CapacityReply, Compute, Health};
+pub use admin::{CapacityReply, Compute, Health, PeerHealth};
 pub use api::{
     Chosen, DecodeDone, DecodeRecord, DecodeRequest, PrefillReply, PrefillRequest, Problem, SamplingSpec,
     Stage, Transfer,
@@ -58,5 +58,5 @@ pub use metrics::metrics_page;
 pub use mono::{Mono, MonoConfig};
 pub use pair::{InstancePair, Leg, PairAnswer, PairDone, PairEvent, mint_room};
 pub use registry::serve_registry;
-pub use router::{Router, RouterConfig};
+pub use router::{PairHealth, Router, RouterConfig};
 pub use telemetry::{Span, SpanValue, TraceContext, TraceSink};

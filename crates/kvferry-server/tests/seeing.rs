@@ -280,7 +280,7 @@ async fn counters_move_with_a_room_that_is_handed_over_and_with_one_that_fails()
     {
         let after = cluster.metrics(url).await;
         let whom = format!("peer=\"{peer}\"");
-        let labels = [whom.as_str(), direction];
+        let labels = [whom.as_str(), direction, "transport=\"tcp\""];
         let (runs, bytes) = (
             sum(&after, "kvferry_transfer_runs_total", &labels),
             sum(&after, "kvferry_transfer_bytes_total", &labels),

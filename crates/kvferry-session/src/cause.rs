@@ -61,12 +61,14 @@ pub enum CauseKind {
     Mismatch,
     /// The two instances cannot serve each other; the text names the field.
     Incompatible,
+    /// No link came about over the transport: nothing has moved, and another may do.
+    Link,
     /// A kind that only a later version knows.
     Other,
 }
 
 impl CauseKind {
-    const ALL: [Self; 11] = [
+    const ALL: [Self; 12] = [
         Self::Other,
         Self::Aborted,
         Self::Lost,
@@ -78,6 +80,7 @@ impl CauseKind {
         Self::Unavailable,
         Self::Mismatch,
         Self::Incompatible,
+        Self::Link,
     ];
 }
 
@@ -143,7 +146,7 @@ impl Cause {
     pub fn blame(&self, side: Side) -> Blame {
         match self.kind {
             CauseKind::Aborted | CauseKind::Mismatch => Blame::Caller,
-            CauseKind::Unavailable => Blame::Environment,
+            CauseKind::Unavailable | CauseKind::Link => Blame::Environment,
             CauseKind::Incompatible => Blame::PeerIncompatible,
             _ if self.at == side => Blame::Us,
             _ => Blame::PeerMisbehaved,
@@ -164,6 +167,7 @@ impl fmt::Display for Cause {
             CauseKind::Unavailable => "not available:",
             CauseKind::Mismatch => "refused, not the request of",
             CauseKind::Incompatible => "not paired with",
+            CauseKind::Link => "no link from",
             CauseKind::Other => "failed at",
         };
         write!(f, "{what} {}: {}", self.at, self.text)

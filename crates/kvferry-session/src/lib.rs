@@ -21,6 +21,7 @@ extern crate alloc;
 
 mod action;
 mod cause;
+mod choice;
 mod deadlines;
 mod frame;
 mod intake;
@@ -34,6 +35,7 @@ mod wire;
 
 pub use action::{Action, Mover, Outcome, Received, Sent, Work};
 pub use cause::{Cause, CauseKind, Side};
+pub use choice::{Choice, choices};
 pub use deadlines::Deadlines;
 pub use frame::{MAX_HELLO, MAX_MESSAGE, WireError, decode, encode, frame_len};
 pub use limits::Limits;

@@ -11,7 +11,7 @@ use kvferry_plan::{
     TokenMap,
 };
 
-use crate::{Capabilities, Endpoint, Hello, Message, Refuse, Side};
+use crate::{Capabilities, Choice, Endpoint, Hello, Message, Refuse, Side, choices};
 
 /// A peer that has been found to fit: what stays of the two hellos.
 #[derive(Clone, Debug)]
@@ -34,8 +34,8 @@ pub struct Peer {
     pub slots: u32,
     /// The ranks of its instance that live in the peer's process.
     pub ranks: Vec<RankId>,
-    /// The transports that both have, in our order of preference, with the peer's addresses.
-    pub transports: Vec<Endpoint>,
+    /// The transports that both have, the best first, as [`choices`] says, with the peer's addresses.
+    pub transports: Vec<(Choice, Endpoint)>,
     /// Digests are taken.
     pub digest: bool,
 }
@@ -152,16 +152,17 @@ impl Pairing {
         check_hosts(&peer)?;
         let ranks = peer.ranks();
 
-        let theirs = |name: &str| peer.transports.iter().find(|e| e.name == name).cloned();
-        let transports: Vec<_> = ours.transports.iter().filter_map(|e| theirs(&e.name)).collect();
+        let (ours_names, theirs_names) = (names(&ours.transports), names(&peer.transports));
+        let (prefill, decode) = match self.side {
+            Side::Source => (&ours_names, &theirs_names),
+            Side::Target => (&theirs_names, &ours_names),
+        };
+        let at = |name: &str| peer.transports.iter().find(|e| e.name == name).cloned();
+        let transports: Vec<_> =
+            choices(prefill, decode).into_iter().filter_map(|c| at(c.transport).map(|e| (c, e))).collect();
         if transports.is_empty() {
-            let names =
-                |list: &[Endpoint]| list.iter().map(|e| e.name.as_str()).collect::<Vec<_>>().join("+");
-            return Err(Mismatch {
-                field: "transports".into(),
-                ours: names(&ours.transports),
-                theirs: names(&peer.transports),
-            });
+            let (ours, theirs) = (ours_names.join("+"), theirs_names.join("+"));
+            return Err(Mismatch { field: "transports".into(), ours, theirs });
         }
         Ok(Peer {
             instance: peer.instance,
@@ -232,6 +233,10 @@ impl Pairing {
         }
         Ok(())
     }
+}
+
+fn names(list: &[Endpoint]) -> Vec<&str> {
+    list.iter().map(|e| e.name.as_str()).collect()
 }
 
 /// What a placement has on an axis.

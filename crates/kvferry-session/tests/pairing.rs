@@ -40,8 +40,9 @@ fn two_that_fit_know_each_other() {
     .unwrap();
     assert_eq!((peer.instance.0.as_str(), peer.side, peer.digest), ("decode", Side::Source, true));
     assert_eq!((peer.pair.src().tp, peer.pair.dst().tp), (2, 1));
-    // Our order of preference, their addresses.
-    assert_eq!(peer.transports.iter().map(|t| t.name.as_str()).collect::<Vec<_>>(), ["tcp", "shm"]);
+    // Prefill wants tcp first and decode shm: kvferry's order, their addresses.
+    let found: Vec<_> = peer.transports.iter().map(|(c, at)| (c.transport, at.address.as_str())).collect();
+    assert_eq!(found, [("shm", "shm://here"), ("tcp", "tcp://here")]);
 
     let decode = Pairing::new(
         hello("decode", "tp=1"),

@@ -15,8 +15,13 @@ use kvferry_transport_mooncake::sidecar::CAUTION;
 use serde::Serialize;
 
 use crate::{
-    bench::BenchCommand, doctor::DoctorArgs, failure::Failure, model::ModelRef, plan::PlanArgs, settings,
-    terminal,
+    bench::BenchCommand,
+    doctor::DoctorArgs,
+    failure::Failure,
+    model::ModelRef,
+    plan::PlanArgs,
+    settings, terminal,
+    transports::{SideTransports, Transports, transports},
 };
 
 /// Pool of an instance that was not told how large it should be.
@@ -151,11 +156,12 @@ pub(crate) struct EngineArgs {
     /// Keep no cache of earlier requests: every prompt is computed and moved whole
     #[arg(long, help_heading = "Engine")]
     pub(crate) no_prefix_cache: bool,
-    /// How the cache is moved: pushed over TCP, pulled out of shared memory, pushed by NVIDIA NIXL or by Mooncake's engine
-    /// (`kvferry doctor` says where these are, or how to get them; the latter listens on all interfaces), or pushed over
-    /// Mooncake's TCP protocol
-    #[arg(long, value_enum, default_value_t = TransportArg::Tcp, help_heading = "Hand-off")]
-    pub(crate) transport: TransportArg,
+    /// Ways to move the cache, most wanted first, between commas: tcp (pushed), shm (pulled out of shared memory),
+    /// nixl and mooncake (pushed by NVIDIA NIXL and by Mooncake's engine: `kvferry doctor` says where these are, or how to
+    /// get them; the latter listens on all interfaces), mooncake-tcp (pushed over Mooncake's TCP protocol); or auto,
+    /// which is shm,tcp. A pair uses the best that both sides have
+    #[arg(long, value_name = "LIST", value_parser = transports, default_value = "tcp", help_heading = "Hand-off")]
+    pub(crate) transport: Transports,
     /// At prefill: convert what decode keeps in another element type; without it two that differ do not pair
     #[arg(long, help_heading = "Hand-off")]
     pub(crate) convert_kv: bool,
@@ -214,7 +220,7 @@ pub(crate) struct DemoArgs {
     /// Run a set of cases instead of one pair and its prompts
     #[arg(long, value_enum, value_name = "SUITE", conflicts_with_all = ["prefill", "decode", "prompt", "prompt_tokens",
           "max_tokens", "attention", "arith", "kv_dtype", "convert_kv", "chunk", "max_model_len", "pool_tokens",
-          "state_slots", "no_prefix_cache"])]
+          "state_slots", "no_prefix_cache", "prefill_transport", "decode_transport"])]
     pub(crate) suite: Option<SuiteArg>,
     /// Only so much of the suite as takes seconds
     #[arg(long, requires = "suite")]
@@ -224,6 +230,8 @@ pub(crate) struct DemoArgs {
     pub(crate) json: bool,
     #[command(flatten)]
     pub(crate) engine: EngineArgs,
+    #[command(flatten)]
+    pub(crate) sides: SideTransports,
 }
 
 #[derive(Args, Clone, Debug)]
@@ -287,6 +295,8 @@ pub(crate) struct UpArgs {
     pub(crate) json: bool,
     #[command(flatten)]
     pub(crate) instance: InstanceArgs,
+    #[command(flatten)]
+    pub(crate) sides: SideTransports,
 }
 
 /// Reads a command line, with what the environment and a file add to it. Ends the process where clap would.
@@ -417,7 +427,7 @@ impl EngineArgs {
             ("--state-slots", Some(state_slots.to_string())),
             ("--decode-batch", Some(name_of(decode_batch))),
             ("--latent-eps", Some(name_of(latent_eps))),
-            ("--transport", Some(name_of(transport))),
+            ("--transport", Some(transport.to_string())),
             ("--throttle", throttle.map(|bytes| bytes.to_string())),
             ("--inject", inject.map(|fault| name_of(&fault))),
         ];
@@ -659,7 +669,7 @@ mod tests {
             "--chunk",
             "7",
             "--transport",
-            "shm",
+            "shm,nixl,tcp",
             "--max-model-len",
             "99",
             "--pool-tokens",

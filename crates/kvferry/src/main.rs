@@ -14,6 +14,7 @@ mod serve;
 mod settings;
 mod terminal;
 mod traces;
+mod transports;
 mod up;
 
 use std::{process::ExitCode, time::Duration};

@@ -4,6 +4,7 @@ use std::{io::Read, time::Duration};
 
 use indicatif::ProgressBar;
 use kvferry_engine::{Model, Voice};
+use kvferry_node::TransportKind;
 use kvferry_plan::{Blame, Bytes, InstanceId};
 use kvferry_registry::{Role, bind_loopback};
 use kvferry_server::{
@@ -19,6 +20,7 @@ use crate::{
     model::{self, Progress},
     terminal,
     traces::Traces,
+    transports::Transports,
 };
 
 /// How long a process whose parent is gone may take to end in order.
@@ -40,7 +42,7 @@ pub(crate) async fn run(args: ServeArgs) -> Result<(), Failure> {
         RoleArg::Registry => {
             let listener = bind_loopback(args.listen).await?;
             let at = listener.local_addr().map_err(|e| Failure::new(Blame::Environment, e))?;
-            ready(&format!("http://{at}"), &instance, args.role);
+            ready(&format!("http://{at}"), &instance, args.role, None);
             return Ok(serve_registry(listener, drain).await?);
         }
         RoleArg::Router => return route(args, instance, drain).await,
@@ -73,7 +75,7 @@ pub(crate) async fn run(args: ServeArgs) -> Result<(), Failure> {
             traces: traces.sink(),
         };
         let running = Mono::start(model, config).await?;
-        ready(&running.url(), &instance, args.role);
+        ready(&running.url(), &instance, args.role, None);
         let served = running.serve(drain).await;
         traces.finish().await;
         return Ok(served?);
@@ -84,7 +86,7 @@ pub(crate) async fn run(args: ServeArgs) -> Result<(), Failure> {
         listen: args.listen,
         registry: args.registry.clone().unwrap_or_default(),
         engine: config,
-        transports: vec![engine.transport.into()],
+        transports: engine.transport.kinds(),
         rate: engine.throttle.map(Bytes),
         digest: !engine.no_digest,
         convert_kv: engine.convert_kv,
@@ -94,7 +96,7 @@ pub(crate) async fn run(args: ServeArgs) -> Result<(), Failure> {
         traces: traces.sink(),
     };
     let running = Instance::start(model, config).await?;
-    ready(&running.url(), &instance, args.role);
+    ready(&running.url(), &instance, args.role, Some(&engine.transport));
     let served = running.serve(drain).await;
     traces.finish().await;
     Ok(served?)
@@ -117,7 +119,7 @@ async fn route(args: ServeArgs, instance: String, drain: CancellationToken) -> R
         traces: traces.sink(),
     };
     let running = Router::start(config).await?;
-    ready(&running.url(), &instance, args.role);
+    ready(&running.url(), &instance, args.role, None);
     let served = running.serve(drain).await;
     traces.finish().await;
     Ok(served?)
@@ -136,11 +138,15 @@ fn waiting(args: &ServeArgs, what: &str) -> ProgressBar {
     progress.spinner(what)
 }
 
-fn ready(http: &str, instance: &str, role: RoleArg) {
+fn ready(http: &str, instance: &str, role: RoleArg, transports: Option<&Transports>) {
     let pid = std::process::id();
-    terminal::line(json!({
+    let mut line = json!({
         "ready": true, "role": name_of(&role), "instance": instance, "http": http, "pid": pid
-    }));
+    });
+    if let Some(list) = transports {
+        line["transports"] = list.kinds().into_iter().map(TransportKind::name).collect();
+    }
+    terminal::line(line);
 }
 
 fn stop_on_signals(drain: CancellationToken) -> Result<(), Failure> {

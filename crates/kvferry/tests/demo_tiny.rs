@@ -27,6 +27,26 @@ fn every_layout_is_bit_equal_on_every_transport() {
     }
 }
 
+/// Sides that offer several use the best that both have, and the report says which and why.
+#[test]
+fn two_lists_of_transports_become_one_transport_with_its_reason() {
+    for (prefill, decode, chosen, why) in [
+        ("shm,tcp", "shm,tcp", "shm", "both have shm and tcp, and want shm first"),
+        ("tcp,shm", "tcp,shm,mooncake-tcp", "tcp", "both have shm and tcp, and want tcp first"),
+        (
+            "mooncake-tcp,tcp",
+            "tcp,mooncake-tcp",
+            "tcp",
+            "both have tcp and mooncake-tcp; prefill wants mooncake-tcp first and decode tcp, so kvferry's order decides",
+        ),
+        ("auto", "mooncake-tcp,tcp", "tcp", "the only one that both have"),
+    ] {
+        let lists = ["--prefill-transport", prefill, "--decode-transport", decode];
+        let report = assert_proven(&demo(&[&lists]));
+        assert_eq!((&report["transport"], &report["transport_why"]), (&chosen.into(), &why.into()));
+    }
+}
+
 /// The models of the source pull request, small: latent rows, experts, and in one of them state per request, which goes
 /// between any two TP sizes beside rows that DCP deals out.
 #[test]

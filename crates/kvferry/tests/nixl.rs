@@ -13,11 +13,12 @@ use libtest_mimic::{Arguments, Failed, Trial};
 
 const COMPONENT: &str = "nixl";
 
-const TESTS: [(&str, fn()); 4] = [
+const TESTS: [(&str, fn()); 5] = [
     ("every_layout_is_bit_equal", layouts),
     ("latent_rows_state_and_experts_are_bit_equal", models),
     ("a_fault_is_found_by_the_digest", fault),
     ("the_benchmark_has_it_as_a_peer_uses_it", benchmark),
+    ("a_pair_uses_it_where_it_is_the_best_of_both", mixed),
 ];
 
 fn main() -> ExitCode {
@@ -130,11 +131,27 @@ fn benchmark() {
     }
 }
 
+fn mixed() {
+    for (prefill, decode, chosen) in [
+        ("nixl,shm", "tcp,nixl", "nixl"),
+        ("nixl,tcp", "nixl,shm,tcp", "nixl"),
+        ("nixl,tcp", "tcp,nixl", "tcp"),
+    ] {
+        let lists = ["--prefill-transport", prefill, "--decode-transport", decode];
+        let report = assert_proven(&kvferry(&[&TINY[..], &lists].concat()));
+        assert_eq!(report["transport"], chosen, "{prefill} {decode}");
+    }
+}
+
 /// Also where the library is there.
 fn without() {
     let run = finish(command(&TINY).env("KVFERRY_NIXL_LIB", "/nowhere/libnixl_capi.so").output().unwrap());
     assert!(run.code.is_some_and(|code| code != 0), "{}", run.all());
     assert!(run.stderr.contains("/nowhere/libnixl_capi.so"), "{}", run.all());
+    assert!(run.stderr.contains("pip install --no-deps nixl-cu12==1.5.1"), "{}", run.all());
+    // One that is named is not left out, whatever else is.
+    let lists = ["demo", "--json", "--model", "embedded:llama_tiny", "--transport", "tcp,nixl"];
+    let run = finish(command(&lists).env("KVFERRY_NIXL_LIB", "/nowhere/libnixl_capi.so").output().unwrap());
     assert!(run.stderr.contains("pip install --no-deps nixl-cu12==1.5.1"), "{}", run.all());
     // Something that is no such library.
     let run = finish(command(&TINY).env("KVFERRY_NIXL_LIB", "libc.so.6").output().unwrap());

@@ -36,6 +36,16 @@ impl Up {
         one["pid"].as_u64().unwrap().to_string()
     }
 
+    /// What an instance answers at its own port.
+    fn get(&self, instance: &str, path: &str) -> Value {
+        let all = self.ready["processes"].as_array().unwrap();
+        let one = all.iter().find(|p| p["instance"] == instance).unwrap();
+        let url = format!("{}{path}", one["http"].as_str().unwrap());
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        let http = kvferry::registry::loopback_http().unwrap().build().unwrap();
+        runtime.block_on(async { http.get(url).send().await.unwrap().json().await.unwrap() })
+    }
+
     fn pids(&self) -> Vec<String> {
         let all = self.ready["processes"].as_array().unwrap();
         all.iter().map(|p| p["pid"].as_u64().unwrap().to_string()).collect()
@@ -49,7 +59,9 @@ impl Up {
     fn try_ask(&self) -> Option<(u16, Value)> {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
         let http = kvferry::registry::loopback_http().unwrap().build().unwrap();
-        let body = json!({ "prompt": [1, 2, 3], "max_tokens": 4, "ignore_eos": true });
+        let body = json!({
+            "prompt": [1, 2, 3], "max_tokens": 4, "ignore_eos": true, "temperature": 0, "return_token_ids": true
+        });
         runtime.block_on(async {
             let url = format!("{}/v1/completions", self.ready["url"].as_str().unwrap());
             let answer = http.post(url).json(&body).send().await.ok()?;
@@ -113,6 +125,64 @@ fn instances_of_two_element_types_serve_when_prefill_converts() {
     let (status, answer) = up.ask();
     assert_eq!((status, &answer["usage"]["completion_tokens"]), (200, &json!(4)), "{answer:#}");
     assert_eq!(up.end("INT").0, Some(0));
+}
+
+/// One prefill, a decode of another host's transports, and one of this host's: each pair uses what both have.
+#[test]
+fn a_mixed_cluster_gives_one_answer_over_the_transport_of_each_pair() {
+    let up = Up::start(
+        &[
+            &["--model", "embedded:llama_tiny", "--decode", "tp=1,page=16", "--decode", "tp=2,page=8"],
+            &["--prefill-transport", "shm,tcp", "--decode-transport", "tcp"][..],
+            &["--decode-transport", "shm,mooncake-tcp", "--no-prefix-cache"],
+        ]
+        .concat(),
+    );
+    let only = "the only one that both have";
+    let pair = |decode: &str, transport: &str| json!({ "prefill": "prefill-0", "decode": decode, "transport": transport, "why": only });
+    assert_eq!(up.ready["pairs"], json!([pair("decode-0", "tcp"), pair("decode-1", "shm")]));
+
+    let decodes = [("decode-0", "tcp"), ("decode-1", "shm")];
+    let served = |instance: &str| up.get(instance, "/debug/ledger")["node"]["completed"].as_u64().unwrap();
+    let mut answers = Vec::new();
+    wait_until("both decodes have served", || {
+        // Two at a time: the second goes where the first is not.
+        std::thread::scope(|scope| {
+            let asked = [0; 2].map(|_| scope.spawn(|| up.ask()));
+            answers.extend(asked.map(|asked| asked.join().unwrap()));
+        });
+        decodes.iter().all(|(instance, _)| served(instance) > 0)
+    });
+    for (status, answer) in &answers {
+        assert_eq!((status, &answer["choices"]), (&200, &answers[0].1["choices"]), "{answer:#}");
+    }
+    for (instance, transport) in decodes {
+        let peers = json!([{ "instance": "prefill-0", "transport": transport, "why": only }]);
+        assert_eq!(up.get(instance, "/health")["peers"], peers);
+    }
+    assert_eq!(up.get("prefill-0", "/health")["transports"], json!(["shm", "tcp"]));
+    assert_eq!(up.end("INT").0, Some(0));
+}
+
+#[test]
+fn lists_of_transports_that_make_no_sense_are_refused_before_anything_starts() {
+    for (args, says) in [
+        (&["--transport", "tcp,shm,tcp"][..], "`tcp` is named twice"),
+        (
+            &["--prefill-transport", "tcp", "--prefill-transport", "shm"],
+            "is given 2 times for 1 prefill instance;",
+        ),
+    ] {
+        let run = kvferry(&[&["up", "--model", "embedded:llama_tiny"], args].concat());
+        assert_eq!(run.code, Some(2), "{}", run.all());
+        assert!(run.stderr.contains(says), "{}", run.all());
+    }
+    // Nothing in common is found by the router, by field.
+    let args = ["--prefill-transport", "tcp", "--decode-transport", "shm,mooncake-tcp"];
+    let run = kvferry(&[&["up", "--port", "0", "--model", "embedded:llama_tiny"], &args[..]].concat());
+    assert_eq!(run.code, Some(1), "{}", run.all());
+    let said = run.stderr.split_whitespace().collect::<Vec<_>>().join(" ");
+    assert!(said.contains("`transports` differs: here tcp, at the peer shm+mooncake-tcp"), "{}", run.all());
 }
 
 /// Nothing is started, and no model read, for layouts of which no two could serve together.

@@ -1,5 +1,6 @@
 //! The one task that owns all rooms. It only ever reacts: everything slow runs elsewhere and comes back as an event.
 
+mod link;
 mod source;
 mod target;
 
@@ -21,8 +22,8 @@ use tokio_util::{sync::CancellationToken, task::TaskTracker};
 
 use self::{source::SourceEntry, target::TargetEntry};
 use crate::{
-    Ledger, Moment, Observer, PeerAddr, Receipt, Receive, SourceFault, SourceReceipt, SourceRoom,
-    TransportKind,
+    Ledger, Moment, Observer, PeerAddr, PeerTransport, Receipt, Receive, SourceFault, SourceReceipt,
+    SourceRoom, TransportKind,
     config::Limits,
     connection::{ConnId, Gone, LastWords, News, Outbox, Remote},
     lane::Lane,
@@ -47,6 +48,8 @@ pub(crate) struct Shared {
     /// To the core, from peers: bounded, so that a peer waits for the core and not the core for memory.
     pub(crate) inbox: mpsc::Sender<Remote>,
     pub(crate) ledger: Mutex<Ledger>,
+    /// What moves the bytes between this node and each peer.
+    pub(crate) peers: Mutex<BTreeMap<ConnId, PeerTransport>>,
     /// Whoever watches.
     pub(crate) observer: OnceLock<Arc<dyn Observer>>,
     /// Numbers connections.
@@ -107,6 +110,21 @@ impl Shared {
         }
     }
 
+    pub(crate) fn peers(&self) -> MutexGuard<'_, BTreeMap<ConnId, PeerTransport>> {
+        // Every change is one insert or one remove.
+        self.peers.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Rooms of a connection use a transport from now on.
+    fn uses(&self, id: ConnId, peer: &Peer, transport: TransportKind, why: &str) {
+        let (instance, side) = (peer.instance.clone(), peer.side);
+        let now = PeerTransport { peer: instance, side, transport, why: why.to_owned() };
+        let before = self.peers().insert(id, now.clone());
+        if before.is_none_or(|before| before.transport != transport) {
+            tracing::info!(peer = %peer.instance, %side, %transport, why, "transport of a pair");
+        }
+    }
+
     fn ledger(&self) -> MutexGuard<'_, Ledger> {
         self.ledger.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -162,6 +180,15 @@ pub(crate) enum Event {
         serial: u64,
         landed: Landed,
     },
+    /// A room's link is open, or could not be opened.
+    Linked {
+        side: Side,
+        key: RoomKey,
+        serial: u64,
+        conn: ConnId,
+        kind: TransportKind,
+        result: Result<(), String>,
+    },
     Executed {
         side: Side,
         key: RoomKey,
@@ -197,6 +224,8 @@ struct Conn {
     paired: Option<(Arc<Peer>, Outbox)>,
     /// By transport.
     lanes: HashMap<TransportKind, Lane>,
+    /// Transports over which no link came about, left out until then where there are others.
+    unlinked: HashMap<TransportKind, Time>,
     /// The peer takes no new rooms.
     leaving: bool,
     /// What is to be said first: aborts of rooms that were given up before there was a connection.
@@ -218,6 +247,8 @@ pub(crate) struct Core {
     sources: HashMap<RoomKey, SourceEntry>,
     targets: HashMap<RoomKey, TargetEntry>,
     waiting: BTreeMap<(RoomKey, ConnId), Waiting>,
+    /// Opens for which a link is being opened.
+    linking: BTreeMap<(RoomKey, ConnId), Open>,
     ended_sources: Tombstones,
     ended_targets: Tombstones,
     timers: Deadlines<Timer>,
@@ -234,6 +265,7 @@ impl Core {
             sources: HashMap::new(),
             targets: HashMap::new(),
             waiting: BTreeMap::new(),
+            linking: BTreeMap::new(),
             ended_sources: tombstones(),
             ended_targets: tombstones(),
             timers: Deadlines::default(),
@@ -301,6 +333,12 @@ impl Core {
                 self.target(key, Some(serial), |e, now| e.drive(|room| room.granted(result, now)));
             }
             Event::Landed { serial, landed } => self.landed(serial, landed),
+            Event::Linked { side: Side::Source, key, conn, kind, result, .. } => {
+                self.reader_linked((key, conn), kind, result);
+            }
+            Event::Linked { side: Side::Target, key, serial, kind, result, .. } => {
+                self.linked((key, serial), kind, result);
+            }
             Event::Executed { side: Side::Source, key, serial, conn, source, tokens, result, took } => {
                 if let Ok(legs) = &result {
                     self.shared.moved(Side::Source, key, source, legs, took);
@@ -338,6 +376,11 @@ impl Core {
                 if self.draining {
                     outbox.send(&goodbye()).ok();
                 }
+                if let Some((choice, _)) = peer.transports.first()
+                    && let Some(started) = self.shared.transport(choice.transport)
+                {
+                    self.shared.uses(id, &peer, started.kind, &choice.why);
+                }
                 conn.paired = Some((Arc::from(peer), outbox));
                 for key in self.targets_of(id) {
                     self.open(key);
@@ -374,6 +417,9 @@ impl Core {
             (Side::Source, message) => {
                 // Before it is opened, only to give it up is anybody's business.
                 let abort = matches!(message, Message::Abort(_));
+                if abort {
+                    self.linking.remove(&(head.key, id));
+                }
                 let ours = |e: &SourceEntry| e.read_by(id) || (e.vacant() && abort);
                 if self.sources.get(&head.key).is_some_and(ours) {
                     self.source(head.key, None, |e, now| {
@@ -444,6 +490,8 @@ impl Core {
         }
         self.dialled.retain(|_, conn| *conn != id);
         self.waiting.retain(|(_, conn), _| *conn != id);
+        self.linking.retain(|(_, conn), _| *conn != id);
+        self.shared.peers().remove(&id);
         for key in self.sources_of(id) {
             let cause = Cause::new(CauseKind::Lost, Side::Target, gone);
             self.source(key, None, |e, now| e.reader(id, |room| room.peer_lost(cause, now)));
@@ -487,13 +535,13 @@ impl Core {
             Entry::Occupied(lane) => lane.into_mut(),
             Entry::Vacant(place) => {
                 let Started { transport, .. } = self.shared.transports.iter().find(|t| t.kind == kind)?;
-                let at = peer.transports.iter().find(|e| e.name == transport.name())?;
+                let (_, at) = peer.transports.iter().find(|(c, _)| c.transport == transport.name())?;
                 let addr = kvferry_transport::PeerAddr {
                     endpoint: at.address.clone(),
                     incarnation: peer.incarnation,
                     descriptor: peer.descriptor.clone(),
                 };
-                place.insert(Lane::start(&self.shared, transport.clone(), addr))
+                place.insert(Lane::start(&self.shared, (id, kind), transport.clone(), addr))
             }
         })
     }
@@ -570,7 +618,7 @@ impl Core {
         let count = |n: usize| n as u64;
         ledger.sending = count(self.sources.len());
         ledger.receiving = count(self.targets.len());
-        ledger.waiting = count(self.waiting.len());
+        ledger.waiting = count(self.waiting.len() + self.linking.len());
         ledger.leases = count(self.sources.values().filter(|e| e.leased()).count());
         ledger.connections = count(self.conns.values().filter(|c| c.paired.is_some()).count());
         ledger.tombstones = count(self.ended_sources.len() + self.ended_targets.len());

@@ -234,14 +234,14 @@ impl Core {
         self.sources.insert(key, entry);
         for conn in self.waiting_for(key) {
             if let Some(Waiting { open, .. }) = self.waiting.remove(&(key, conn)) {
-                self.opened(conn, open);
+                self.bind(conn, open);
             }
         }
         self.source(key, None, |_, _| {});
     }
 
-    /// A target opens a room: it reads a room that nobody else reads, or waits for one that is not announced yet.
-    pub(super) fn opened(&mut self, id: ConnId, open: Open) {
+    /// A target reads a room that nobody else reads, or waits for one that is not announced yet.
+    pub(super) fn bind(&mut self, id: ConnId, open: Open) {
         let key = open.head.key;
         let Some(entry) = self.sources.get_mut(&key) else {
             if self.ended_sources.end(key).is_some() {
@@ -257,12 +257,15 @@ impl Core {
             let text = format!("room {key} is read by somebody else");
             return self.close_waiting(id, &open, Cause::new(CauseKind::Unknown, Side::Source, text));
         }
-        let shared = peer.transports.iter().any(|e| e.name == open.transport);
-        let Some(started) = self.shared.transport(&open.transport).filter(|_| shared) else {
+        let common = peer.transports.iter().find(|(c, _)| c.transport == open.transport);
+        let Some((started, (choice, _))) = self.shared.transport(&open.transport).zip(common) else {
             let text = format!("asks for the transport `{}`, which is not one of both", open.transport);
             return self.close_waiting(id, &open, Cause::new(CauseKind::Protocol, Side::Target, text));
         };
-        let paired = Moment::Paired { peer: peer.instance.clone() };
+        let first = peer.transports.first().is_some_and(|(first, _)| first == choice);
+        let why = if first { choice.why.clone() } else { "decode asks for it".into() };
+        self.shared.uses(id, peer, started.kind, &why);
+        let paired = Moment::Paired { peer: peer.instance.clone(), transport: started.kind };
         let opened = Opened { conn: id, peer: peer.clone(), kind: started.kind, mover: started.mover() };
         self.shared.saw(Side::Source, key, paired);
         self.source(key, None, |e, now| e.join(&open, opened, now));

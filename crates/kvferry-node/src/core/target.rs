@@ -9,7 +9,7 @@ use kvferry_session::{
 };
 use kvferry_transport::{Grant, Landed, Refusal, TransportError};
 
-use super::{Conn, Core, Event, Started, Timer};
+use super::{Conn, Core, Event, Started, Timer, link::Chosen};
 use crate::{
     Moment, PeerAddr, Receipt, Receive, RoomError, TransportKind,
     connection::{ConnId, Connection, Gone},
@@ -22,22 +22,28 @@ use crate::{
 #[derive(Debug)]
 pub(super) struct TargetEntry {
     pub(super) armed: Option<Time>,
-    key: RoomKey,
-    serial: u64,
+    pub(super) key: RoomKey,
+    pub(super) serial: u64,
     /// In the order of the peers that were asked for.
-    conns: Vec<ConnId>,
-    asked: Receive,
+    pub(super) conns: Vec<ConnId>,
+    pub(super) asked: Receive,
     table: Arc<PageTable>,
-    stage: Stage,
+    pub(super) stage: Stage,
+    /// Transports over which no link came about for this room, and why.
+    pub(super) tried: Vec<(TransportKind, Cause)>,
+    /// Why it uses the transport that it uses.
+    why: String,
     /// Fences that have not reported.
     fences: usize,
     slot: Slot<Receipt>,
 }
 
 #[derive(Debug)]
-enum Stage {
+pub(super) enum Stage {
     /// Waiting for connections.
     Dialling,
+    /// Waiting for links over this transport, to so many peers.
+    Linking(Started, usize),
     /// Driven by its machine.
     Open(Box<Target>, TransportKind),
     /// Ended without ever being open.
@@ -67,11 +73,14 @@ impl TargetEntry {
     pub(super) fn abort(&mut self, cause: Cause, now: Time) {
         match &mut self.stage {
             Stage::Open(room, _) => room.abort(cause, now),
-            Stage::Dialling => {
-                self.stage = Stage::Over(RoomError::Ended { key: self.key, cause, side: Side::Target });
-            }
+            Stage::Dialling | Stage::Linking(..) => self.end(cause),
             Stage::Over(_) => {}
         }
+    }
+
+    /// Ends without having been open.
+    pub(super) fn end(&mut self, cause: Cause) {
+        self.stage = Stage::Over(RoomError::Ended { key: self.key, cause, side: Side::Target });
     }
 
     /// The connection to a peer is gone, which has `started` if it was ever paired.
@@ -98,6 +107,7 @@ impl TargetEntry {
                 };
                 room.peer_lost(process, Cause::new(kind, Side::Source, gone), now);
             }
+            (Stage::Linking(..), gone) => self.end(Cause::new(CauseKind::Lost, Side::Source, gone)),
             (Stage::Over(_), _) => {}
         }
     }
@@ -132,6 +142,8 @@ impl Core {
             asked,
             table,
             stage: Stage::Dialling,
+            tried: Vec::new(),
+            why: String::new(),
             fences: 0,
             slot,
         };
@@ -154,66 +166,85 @@ impl Core {
 
     /// Opens a room whose peers are all paired.
     pub(super) fn open(&mut self, key: RoomKey) {
-        let (limits, now) = (self.shared.limits.rooms, self.now());
-        let Some(entry) = self.targets.get(&key).filter(|e| matches!(e.stage, Stage::Dialling)) else {
-            return;
-        };
-        let conns = entry.conns.iter().map(|id| self.conns.get(id));
-        let paired = conns.clone().map(|c| c?.paired.as_ref().map(|(peer, _)| peer));
-        let Some(peers) = paired.collect::<Option<Vec<&Arc<Peer>>>>() else { return };
-        let leaving = conns.flatten().any(|c| c.leaving);
-        let wanted = entry.asked.transport.map(|kind| kind.to_string());
-        let stage = if leaving {
-            let text = "the peer is shutting down and takes no new rooms; look for another";
-            let cause = Cause::new(CauseKind::Unavailable, Side::Source, text);
-            Stage::Over(RoomError::Ended { key, cause, side: Side::Target })
-        } else {
-            match whole(&peers).and_then(|first| Ok((first, self.choose(&peers, wanted)?))) {
-                Err(reason) => Stage::Over(RoomError::Rejected { key, reason }),
-                Ok((first, started)) => {
-                    let process = |peer: &&Arc<Peer>| SourceProcess {
-                        incarnation: peer.incarnation,
-                        ranks: peer.ranks.clone(),
-                        pages: peer.pages,
-                        slots: peer.slots,
-                    };
-                    let room = TargetRoom {
-                        key,
-                        generation: Generation(entry.serial),
-                        from: first.ours,
-                        sources: peers.iter().map(process).collect(),
-                        targets: self.shared.hosted.to_vec(),
-                        pair: first.pair.clone(),
-                        tokens: entry.asked.tokens,
-                        transport: started.transport.name().into(),
-                        mover: started.mover(),
-                        digest: first.digest,
-                        prompt: entry.asked.prompt,
-                    };
-                    self.shared.saw(Side::Target, key, Moment::Paired { peer: first.instance.clone() });
-                    Stage::Open(Box::new(Target::new(room, limits, now)), started.kind)
+        let Some(mut entry) = self.targets.remove(&key) else { return };
+        if matches!(entry.stage, Stage::Dialling)
+            && let Some(peers) = self.paired(&entry)
+        {
+            let leaving = entry.conns.iter().filter_map(|id| self.conns.get(id)).any(|c| c.leaving);
+            if leaving {
+                let text = "the peer is shutting down and takes no new rooms; look for another";
+                entry.end(Cause::new(CauseKind::Unavailable, Side::Source, text));
+            } else {
+                match whole(&peers).and_then(|()| self.choose(&entry, &peers)) {
+                    Err(reason) => entry.stage = Stage::Over(RoomError::Rejected { key, reason }),
+                    Ok(None) => {
+                        let cause = entry.tried.last().map(|(_, cause)| cause.clone());
+                        let none = || Cause::new(CauseKind::Link, Side::Target, "no transport is left");
+                        entry.end(cause.unwrap_or_else(none));
+                    }
+                    Ok(Some(Chosen { started, why, others })) => {
+                        entry.why = why;
+                        entry.stage = match started.mover() {
+                            Mover::Target if others => self.link(&entry, started),
+                            _ => self.begin(&entry, &peers, &started),
+                        };
+                    }
                 }
             }
-        };
-        if let Some(entry) = self.targets.get_mut(&key) {
-            entry.stage = stage;
         }
+        self.targets.insert(key, entry);
         self.target(key, None, |_, _| {});
     }
 
-    /// The transport that is asked for, or the first in our order that all peers have.
-    fn choose(&self, peers: &[&Arc<Peer>], wanted: Option<String>) -> Result<Started, String> {
-        let shared = |name: &str| peers.iter().all(|p| p.transports.iter().any(|e| e.name == name));
-        let mut all = self.shared.transports.iter().filter(|t| shared(t.transport.name()));
-        let fits = |t: &&Started| wanted.as_ref().is_none_or(|w| w == t.transport.name());
-        all.clone().find(fits).cloned().ok_or_else(|| {
-            let names: Vec<_> = all.by_ref().map(|t| t.transport.name()).collect();
-            format!(
-                "the transport `{}` is not one of both; {} are",
-                wanted.unwrap_or_default(),
-                names.join(", ")
-            )
-        })
+    /// The peers of a room, when all of them are paired.
+    fn paired(&self, entry: &TargetEntry) -> Option<Vec<Arc<Peer>>> {
+        let paired = |id: &ConnId| self.conns.get(id)?.paired.as_ref().map(|(peer, _)| peer.clone());
+        entry.conns.iter().map(paired).collect()
+    }
+
+    /// The links of a room are open.
+    pub(super) fn linked_all(&mut self, key: RoomKey, started: &Started) {
+        let Some(mut entry) = self.targets.remove(&key) else { return };
+        // A connection that is gone has ended the room.
+        if let Some(peers) = self.paired(&entry) {
+            entry.stage = self.begin(&entry, &peers, started);
+        }
+        self.targets.insert(key, entry);
+        self.target(key, None, |_, _| {});
+    }
+
+    /// The machine of a room whose peers make up one instance.
+    fn begin(&mut self, entry: &TargetEntry, peers: &[Arc<Peer>], started: &Started) -> Stage {
+        let (limits, now, key) = (self.shared.limits.rooms, self.now(), entry.key);
+        let Some(first) = peers.first() else {
+            let reason = "a room without peers".into();
+            return Stage::Over(RoomError::Rejected { key, reason });
+        };
+        let process = |peer: &Arc<Peer>| SourceProcess {
+            incarnation: peer.incarnation,
+            ranks: peer.ranks.clone(),
+            pages: peer.pages,
+            slots: peer.slots,
+        };
+        let room = TargetRoom {
+            key,
+            generation: Generation(entry.serial),
+            from: first.ours,
+            sources: peers.iter().map(process).collect(),
+            targets: self.shared.hosted.to_vec(),
+            pair: first.pair.clone(),
+            tokens: entry.asked.tokens,
+            transport: started.transport.name().into(),
+            mover: started.mover(),
+            digest: first.digest,
+            prompt: entry.asked.prompt,
+        };
+        for (id, peer) in entry.conns.iter().zip(peers) {
+            self.shared.uses(*id, peer, started.kind, &entry.why);
+        }
+        let paired = Moment::Paired { peer: first.instance.clone(), transport: started.kind };
+        self.shared.saw(Side::Target, key, paired);
+        Stage::Open(Box::new(Target::new(room, limits, now)), started.kind)
     }
 
     pub(super) fn landed(&mut self, serial: u64, landed: Landed) {
@@ -260,13 +291,22 @@ impl Core {
             }
             Stage::Open(room, kind) => {
                 if let Some(outcome) = room.outcome() {
-                    let result = receipt(key, outcome, *kind);
+                    if let Err(cause) = outcome
+                        && (cause.kind, cause.at) == (CauseKind::Link, Side::Source)
+                    {
+                        let (kind, cause) = (*kind, cause.clone());
+                        self.pass_over(&mut entry, kind, &cause);
+                        entry.stage = Stage::Dialling;
+                        self.targets.insert(key, entry);
+                        return self.open(key);
+                    }
+                    let result = receipt(key, outcome, *kind, &entry.why);
                     return self.end_target(&entry, result);
                 }
                 let deadline = room.deadline();
                 Self::arm(&mut self.timers, &mut entry.armed, deadline, Timer::Target(key));
             }
-            Stage::Dialling => {}
+            Stage::Dialling | Stage::Linking(..) => {}
         }
         self.targets.insert(key, entry);
     }
@@ -438,8 +478,8 @@ impl Core {
     }
 }
 
-/// The peers as one instance: they say the same of it, and each of its ranks lives in one of them. One of them.
-fn whole<'a>(peers: &[&'a Arc<Peer>]) -> Result<&'a Arc<Peer>, String> {
+/// The peers as one instance: they say the same of it, and each of its ranks lives in one of them.
+fn whole(peers: &[Arc<Peer>]) -> Result<(), String> {
     let Some(first) = peers.first() else { return Err("a room without peers".into()) };
     if let Some(other) =
         peers.iter().find(|p| p.instance != first.instance || p.descriptor != first.descriptor)
@@ -462,7 +502,7 @@ fn whole<'a>(peers: &[&'a Arc<Peer>]) -> Result<&'a Arc<Peer>, String> {
             ranks.len()
         ));
     }
-    Ok(first)
+    Ok(())
 }
 
 /// Why a room was never opened, as its peers are told.
@@ -483,6 +523,7 @@ fn receipt(
     key: RoomKey,
     outcome: &Outcome<Received>,
     transport: TransportKind,
+    why: &str,
 ) -> Result<Receipt, RoomError> {
     match outcome {
         Ok(received) => Ok(Receipt {
@@ -492,6 +533,7 @@ fn receipt(
             copies: received.copies,
             seconds: received.elapsed.as_secs_f64(),
             transport,
+            why: why.to_owned(),
         }),
         Err(cause) => Err(RoomError::Ended { key, cause: cause.clone(), side: Side::Target }),
     }

@@ -8,8 +8,8 @@ use prometheus_client::{
 };
 
 use super::{
-    Bounded, BuildLabels, Catalogue, FailureLabels, KindLabels, OutcomeLabels, PeerLabels, RefusalLabels,
-    StageLabels, StateLabels, seconds,
+    Bounded, BuildLabels, Catalogue, FailureLabels, KindLabels, LinkLabels, OutcomeLabels, PeerLabels,
+    RefusalLabels, StageLabels, StateLabels, seconds,
 };
 use crate::{Problem, process::ProcessCounts, telemetry::Phase};
 
@@ -33,6 +33,7 @@ pub(crate) struct InstanceMetrics {
     refusals: Family<RefusalLabels, Counter>,
     transfer_bytes: Family<PeerLabels, Counter>,
     transfer_runs: Family<PeerLabels, Counter>,
+    unlinked: Family<LinkLabels, Counter>,
     exposed: Histogram,
     tokens: Family<KindLabels, Counter>,
     cache_hits: Counter,
@@ -51,6 +52,7 @@ pub(crate) struct Ended<'a> {
     pub(crate) outcome: &'static str,
     pub(crate) problem: Option<&'a Problem>,
     pub(crate) peer: &'a str,
+    pub(crate) transport: &'static str,
     pub(crate) direction: &'static str,
     pub(crate) bytes: u64,
     pub(crate) runs: u64,
@@ -105,15 +107,22 @@ impl InstanceMetrics {
             transfer_bytes: all.add(
                 "transfer",
                 bytes(),
-                "direction peer",
+                "direction peer transport",
                 "Payload of ended rooms, sent or received",
                 Family::default(),
             ),
             transfer_runs: all.add(
                 "transfer_runs",
                 None,
-                "direction peer",
+                "direction peer transport",
                 "Strided copies that moved it, counted on the side that executes the plan",
+                Family::default(),
+            ),
+            unlinked: all.add(
+                "links_failed",
+                None,
+                "transport peer",
+                "Times that no link came about over a transport that both sides have, so that a room went on with another, or failed",
                 Family::default(),
             ),
             failures: all.add(
@@ -214,6 +223,12 @@ impl InstanceMetrics {
         self.stage_seconds.get_or_create(&stage).observe(seconds);
     }
 
+    /// No link came about over a transport.
+    pub(crate) fn unlinked(&self, transport: &'static str, peer: &str) {
+        let labels = LinkLabels { transport, peer: self.peers.label(peer) };
+        self.unlinked.get_or_create(&labels).inc();
+    }
+
     /// A request is over.
     pub(crate) fn ended(&self, ended: &Ended<'_>) {
         let Ended { outcome, problem, direction, .. } = *ended;
@@ -233,7 +248,7 @@ impl InstanceMetrics {
             self.cache_hits.inc_by(u64::from(ended.cached_tokens > 0));
         }
         if ended.bytes > 0 {
-            let labels = PeerLabels { direction, peer };
+            let labels = PeerLabels { direction, peer, transport: ended.transport };
             self.transfer_bytes.get_or_create(&labels).inc_by(ended.bytes);
             self.transfer_runs.get_or_create(&labels).inc_by(ended.runs);
         }

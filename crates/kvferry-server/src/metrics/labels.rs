@@ -73,6 +73,14 @@ pub(crate) struct RefusalLabels {
 pub(crate) struct PeerLabels {
     pub(crate) direction: &'static str,
     pub(crate) peer: String,
+    pub(crate) transport: &'static str,
+}
+
+/// Over what there is no way to whom.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+pub(crate) struct LinkLabels {
+    pub(crate) transport: &'static str,
+    pub(crate) peer: String,
 }
 
 /// A state that several things are in.

@@ -10,8 +10,8 @@ mod registry;
 pub(crate) use catalogue::{Catalogue, seconds};
 pub(crate) use instance::{Ended, InstanceMetrics};
 pub(crate) use labels::{
-    Bounded, BuildLabels, FailureLabels, KindLabels, OutcomeLabels, PeerLabels, RefusalLabels, StageLabels,
-    StateLabels,
+    Bounded, BuildLabels, FailureLabels, KindLabels, LinkLabels, OutcomeLabels, PeerLabels, RefusalLabels,
+    StageLabels, StateLabels,
 };
 pub use page::metrics_page;
 pub(crate) use registry::RegistryMetrics;

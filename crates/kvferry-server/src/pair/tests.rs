@@ -125,8 +125,14 @@ fn token(id: u32) -> (u64, DecodeRecord) {
 }
 
 fn done() -> (u64, DecodeRecord) {
-    let transfer =
-        Transfer { transport: "tcp".into(), bytes: Bytes(1), planned_bytes: Bytes(1), runs: 1, seconds: 0.1 };
+    let transfer = Transfer {
+        transport: "tcp".into(),
+        transport_why: String::new(),
+        bytes: Bytes(1),
+        planned_bytes: Bytes(1),
+        runs: 1,
+        seconds: 0.1,
+    };
     let done = DecodeDone {
         reason: "length".into(),
         prompt_tokens: 3,

@@ -10,10 +10,10 @@ use axum::{
 use kvferry_engine::EngineStats;
 use kvferry_plan::InstanceId;
 use kvferry_registry::Role;
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 use serde_json::json;
 
-use super::{backend::Pairs, seat::Load};
+use super::{backend::Pairs, seat::Load, view::Match};
 use crate::{backend::Backend, openai::Api, process::ProcessCounts, ready::Ready};
 
 pub(super) struct Admin {
@@ -22,12 +22,40 @@ pub(super) struct Admin {
     pub(super) api: Arc<Api>,
 }
 
+/// A pair that can serve, and what moves the cache between the two unless no link comes about over it: what then does
+/// is told by the health of both.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PairHealth {
+    /// The prefill instance.
+    pub prefill: InstanceId,
+    /// The decode instance.
+    pub decode: InstanceId,
+    /// The transport.
+    pub transport: String,
+    /// Why that one, of those that both have.
+    pub why: String,
+}
+
+impl PairHealth {
+    fn of(found: &Match) -> Self {
+        let Match { prefill, decode, fitting } = found;
+        let (prefill, decode) = (prefill.instance.clone(), decode.instance.clone());
+        let (transport, why) = (fitting.transport.transport.to_owned(), fitting.transport.why.clone());
+        Self { prefill, decode, transport, why }
+    }
+}
+
 pub(super) async fn health(State(admin): State<Arc<Admin>>) -> Response {
     let draining = admin.pairs.draining.load(std::sync::atomic::Ordering::Relaxed);
     let status = if draining { "draining" } else { "ok" };
     let state = admin.pairs.ready().map_err(|problem| problem.to_string());
+    let snapshot = admin.pairs.view.snapshot().ok();
+    let matches = snapshot.as_ref().and_then(|snapshot| snapshot.matches().ok()).unwrap_or_default();
+    let instances = snapshot.as_ref().map_or(0, |snapshot| snapshot.seats.len());
+    let pairs: Vec<PairHealth> = matches.into_iter().map(PairHealth::of).collect();
     Json(json!({
-        "status": status, "role": "router", "instance": admin.instance, "ready": state.is_ok(), "reason": state.err()
+        "status": status, "role": "router", "instance": admin.instance, "ready": state.is_ok(), "reason": state.err(),
+        "instances": instances, "pairs": pairs
     }))
     .into_response()
 }

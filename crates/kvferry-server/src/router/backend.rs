@@ -161,7 +161,7 @@ impl Pairs {
             .iter()
             .map(|(found, prefill, decode)| Candidate {
                 names: (&found.prefill.instance.0, &found.decode.instance.0),
-                cost: found.cost,
+                cost: found.fitting.cost,
                 prefill: found.prefill.load(),
                 decode: found.decode.load(),
                 doubted: found.prefill.is_doubted() || found.decode.is_doubted(),

@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 
+use kvferry_node::{Choice, choices};
 use kvferry_plan::{Blame, Descriptor, End, Incarnation, PageTable, Pair, RankId, TokenRange};
 
 use super::seat::Seat;
@@ -19,6 +20,15 @@ pub(super) struct Cost {
     pub(super) bytes: u64,
     /// Strided copies.
     pub(super) copies: u64,
+}
+
+/// Two that can serve each other.
+#[derive(Clone, Debug)]
+pub(super) struct Fitting {
+    /// The planned hand-off.
+    pub(super) cost: Cost,
+    /// The transport that both want most, as the two will choose it.
+    pub(super) transport: Choice,
 }
 
 /// The model that a router speaks for.
@@ -49,7 +59,7 @@ impl Served {
 #[derive(Debug)]
 pub(super) struct Fits {
     served: Served,
-    known: HashMap<(Incarnation, Incarnation), Result<Cost, Problem>>,
+    known: HashMap<(Incarnation, Incarnation), Result<Fitting, Problem>>,
 }
 
 impl Fits {
@@ -59,7 +69,7 @@ impl Fits {
     }
 
     /// Whether `prefill` can serve `decode`; a refusal names the field, or the instance of another model.
-    pub(super) fn ask(&mut self, prefill: &Seat, decode: &Seat) -> Result<Cost, Problem> {
+    pub(super) fn ask(&mut self, prefill: &Seat, decode: &Seat) -> Result<Fitting, Problem> {
         let compared = || {
             self.served.check(prefill)?;
             self.served.check(decode)?;
@@ -74,7 +84,7 @@ impl Fits {
     }
 }
 
-fn compare(prefill: &Seat, decode: &Seat) -> Result<Cost, Problem> {
+fn compare(prefill: &Seat, decode: &Seat) -> Result<Fitting, Problem> {
     let refused = |why: &dyn std::fmt::Display| {
         let cause = format!("{} cannot serve {}: {why}", prefill.instance, decode.instance);
         Problem::new(Blame::PeerIncompatible, Stage::Lookup, cause)
@@ -82,11 +92,13 @@ fn compare(prefill: &Seat, decode: &Seat) -> Result<Cost, Problem> {
     let dtypes = prefill.descriptor.dtypes();
     prefill.descriptor.compare(&decode.descriptor, dtypes).map_err(|mismatch| refused(&mismatch))?;
     let pair = pair(&prefill.descriptor, &decode.descriptor).map_err(|axis| refused(&axis))?;
-    if !prefill.transports.iter().any(|name| decode.transports.contains(name)) {
-        let (ours, theirs) = (prefill.transports.join("+"), decode.transports.join("+"));
+    let [ours, theirs] =
+        [prefill, decode].map(|seat| seat.transports.iter().map(String::as_str).collect::<Vec<_>>());
+    let Some(transport) = choices(&ours, &theirs).into_iter().next() else {
+        let (ours, theirs) = (ours.join("+"), theirs.join("+"));
         return Err(refused(&format!("`transports` differs: here {ours}, at the peer {theirs}")));
-    }
-    Ok(cost(&pair))
+    };
+    Ok(Fitting { cost: cost(&pair), transport })
 }
 
 fn pair(prefill: &Descriptor, decode: &Descriptor) -> Result<Pair, kvferry_plan::Unsupported> {

@@ -16,4 +16,5 @@ mod seat;
 mod serve;
 mod view;
 
+pub use admin::PairHealth;
 pub use serve::{Router, RouterConfig};

@@ -37,7 +37,7 @@ pub(super) struct Seat {
     pub(super) role: Role,
     pub(super) descriptor: Descriptor,
     pub(super) capacity: Option<Capacity>,
-    /// Names of its transports.
+    /// Names of its transports, in the order in which it wants them.
     pub(super) transports: Vec<String>,
     client: InstanceClient,
     load: Mutex<Load>,

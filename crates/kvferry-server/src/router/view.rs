@@ -10,7 +10,7 @@ use kvferry_plan::Blame;
 use kvferry_registry::{Client, Group, Role};
 
 use super::{
-    fit::{Cost, Fits, Served},
+    fit::{Fits, Fitting, Served},
     seat::Seat,
 };
 use crate::{Problem, Stage};
@@ -25,7 +25,7 @@ const STALE: Duration = Duration::from_secs(30);
 pub(super) struct Match {
     pub(super) prefill: Arc<Seat>,
     pub(super) decode: Arc<Seat>,
-    pub(super) cost: Cost,
+    pub(super) fitting: Fitting,
 }
 
 /// What one answer of the registry says.
@@ -177,10 +177,10 @@ fn look(groups: &[Group], before: &Snapshot, fits: &mut Fits) -> Snapshot {
     for prefill in of(Role::Prefill) {
         for decode in of(Role::Decode) {
             match fits.ask(prefill, decode) {
-                Ok(cost) => snapshot.matches.push(Match {
+                Ok(fitting) => snapshot.matches.push(Match {
                     prefill: Arc::clone(prefill),
                     decode: Arc::clone(decode),
-                    cost,
+                    fitting,
                 }),
                 Err(problem) => snapshot.refusals.push(problem),
             }

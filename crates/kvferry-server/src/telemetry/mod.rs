@@ -67,6 +67,9 @@ impl Telemetry {
 
 impl Observer for Telemetry {
     fn saw(&self, side: Side, key: RoomKey, moment: Moment) {
+        if let Moment::Unlinked { peer, transport } = &moment {
+            self.metrics.unlinked(transport.name(), &peer.0);
+        }
         let Some(room) = self.rooms().get(&key).cloned() else { return };
         let (mut timeline, now) = (lock(&room), Instant::now());
         let timeline = &mut *timeline;
@@ -74,8 +77,8 @@ impl Observer for Telemetry {
             return;
         }
         match (side, moment) {
-            (_, Moment::Paired { peer }) => {
-                timeline.peer = peer.0;
+            (_, Moment::Paired { peer, transport }) => {
+                (timeline.peer, timeline.transport) = (peer.0, transport.name());
                 self.leave(timeline, Phase::Pair, now);
                 if side == Side::Target {
                     self.enter(timeline, Phase::Reserve, now);

@@ -148,6 +148,7 @@ impl RoomTelemetry {
             outcome,
             problem,
             peer: &timeline.peer,
+            transport: timeline.transport,
             direction: if telemetry.role == "prefill" { "sent" } else { "received" },
             bytes: timeline.bytes,
             runs: timeline.copies,
@@ -181,6 +182,7 @@ impl RoomTelemetry {
                     attempt = attempt.0,
                     side = self.telemetry.role,
                     peer = timeline.peer,
+                    transport = timeline.transport,
                     outcome,
                     stage = problem.map(|p| tracing::field::display(p.stage)),
                     during = during.filter(|_| problem.is_some()).map(Phase::name),
@@ -228,6 +230,7 @@ impl RoomTelemetry {
         let mut whole = common();
         whole.extend([
             ("kvferry.instance", text(&self.telemetry.instance.0)),
+            ("kvferry.transport", text(timeline.transport)),
             ("kvferry.outcome", text(outcome)),
             ("kvferry.tokens", SpanValue::Count(self.prompt_tokens)),
             ("kvferry.cached_tokens", SpanValue::Count(totals.cached)),

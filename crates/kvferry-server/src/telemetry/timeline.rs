@@ -105,6 +105,8 @@ pub(super) struct Timeline {
     last_moved: Option<Instant>,
     /// The other instance; empty until it is known.
     pub(super) peer: String,
+    /// What moves the bytes; empty until it is known.
+    pub(super) transport: &'static str,
     /// Tokens that were generated here.
     pub(super) generated: u64,
     /// Nothing is noted any more.
@@ -123,6 +125,7 @@ impl Timeline {
             copies: 0,
             last_moved: None,
             peer: String::new(),
+            transport: "",
             generated: 0,
             over: false,
         }

@@ -3,16 +3,18 @@
 
 use std::{ffi::OsString, time::Duration};
 
+use kvferry_node::Choice;
 use kvferry_plan::{Blame, InstanceId, LayoutSpec};
 use kvferry_registry::{Client, Group};
 use kvferry_server::{InstanceClient, Leg};
 use tokio::time::{sleep, timeout};
 
 use crate::{
-    args::{DemoArgs, EngineArgs, name_of},
+    args::{DemoArgs, EngineArgs},
     child::Child,
     failure::Failure,
     model::Located,
+    transports::Transports,
 };
 
 /// For instances to reach the registry.
@@ -124,6 +126,7 @@ impl Fleet {
 pub(super) struct Cluster {
     pub(super) prefill: Handle,
     pub(super) decode: Handle,
+    /// What is going to move the cache, and why.
     transport: String,
     fleet: Fleet,
 }
@@ -132,14 +135,15 @@ impl Cluster {
     /// Starts the processes and waits until they know each other.
     pub(super) async fn start(args: &DemoArgs, model: &Located) -> Result<Self, Failure> {
         let mut fleet = Fleet::start().await?;
-        let engine = &args.engine;
-        let side = |role, layout| Side { role, layouts: std::slice::from_ref(layout), engine };
-        let sides = [side("prefill", &args.prefill), side("decode", &args.decode)];
+        let [from, to] = engines(args)?;
+        let side = |role, layout, engine| Side { role, layouts: std::slice::from_ref(layout), engine };
+        let sides = [side("prefill", &args.prefill, &from), side("decode", &args.decode, &to)];
         let [prefill, decode] = fleet.join(sides, model).await?;
         let one = |side: Vec<Handle>| {
             side.into_iter().next().ok_or_else(|| Failure::new(Blame::Us, "an instance was not started"))
         };
-        let transport = name_of(&args.engine.transport);
+        let choice = Transports::choice(&from.transport, &to.transport);
+        let transport = choice.map_or_else(|| "nothing that both have".into(), |choice| chosen(&choice));
         Ok(Self { prefill: one(prefill)?, decode: one(decode)?, transport, fleet })
     }
 
@@ -165,6 +169,21 @@ impl Cluster {
     pub(super) async fn stop(self) {
         self.fleet.stop().await;
     }
+}
+
+/// What the two sides are told.
+fn engines(args: &DemoArgs) -> Result<[EngineArgs; 2], Failure> {
+    let lists = args.sides.of(&args.engine.transport, (1, 1))?;
+    let told = |list: Vec<Transports>| {
+        let transport = list.into_iter().next().unwrap_or_else(|| args.engine.transport.clone());
+        EngineArgs { transport, ..args.engine.clone() }
+    };
+    Ok(lists.map(told))
+}
+
+/// A transport and why it is that one; where there is no other, the name says all.
+fn chosen(Choice { transport, why }: &Choice) -> String {
+    format!("{transport} ({why})")
 }
 
 /// Waits until the registry knows `instance`.

@@ -88,6 +88,11 @@ pub(crate) async fn run(mut args: DemoArgs) -> Result<ExitCode, Failure> {
         blocking(move || reference_runs(&model, &plan, needed, &show)).await?
     };
 
+    // The last prompt's: a link that does not come about is not tried again soon.
+    let over = handed.iter().rev().find_map(|run| run.as_ref().ok()).map(|run| {
+        let transfer = &run.decode.transfer;
+        (transfer.transport.clone(), transfer.transport_why.clone())
+    });
     let mut reports = Vec::with_capacity(prompts.len());
     for ((prompt, run), answer) in prompts.iter().zip(handed).zip(answers) {
         let outcome = match (run, answer) {
@@ -98,7 +103,7 @@ pub(crate) async fn run(mut args: DemoArgs) -> Result<ExitCode, Failure> {
         reports.push(PromptReport::new(prompt, outcome));
     }
     let model = ModelInfo { name: model.name().to_owned(), sha256: model.sha256().to_owned() };
-    let report = Report::new(model, attention, &args, plan.reference(), reports);
+    let report = Report::new(model, attention, &args, plan.reference(), over, reports);
     if args.json {
         terminal::line(serde_json::to_string(&report).map_err(|e| Failure::new(kvferry_plan::Blame::Us, e))?);
     } else {

@@ -407,7 +407,10 @@ pub(super) struct Report {
     pub(super) arith: String,
     pub(super) prefill: String,
     pub(super) decode: String,
+    /// What moved the cache, and why that one.
     pub(super) transport: String,
+    #[serde(skip_serializing_if = "String::is_empty")]
+    pub(super) transport_why: String,
     /// The fault that was asked for.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(super) injected: Option<InjectArg>,
@@ -428,16 +431,21 @@ impl Report {
         attention: &str,
         args: &DemoArgs,
         reference: String,
+        over: Option<(String, String)>,
         prompts: Vec<PromptReport>,
     ) -> Self {
         let total = Outcome::all(&prompts);
+        // When nothing was moved, what was offered.
+        let none = || (args.engine.transport.to_string(), String::new());
+        let (transport, transport_why) = over.unwrap_or_else(none);
         Self {
             model,
             attention: attention.to_owned(),
             arith: name_of(&args.engine.arith),
             prefill: args.prefill.to_string(),
             decode: args.decode.to_string(),
-            transport: name_of(&args.engine.transport),
+            transport,
+            transport_why,
             injected: args.engine.inject,
             claim: super::tolerance(args),
             reference,

@@ -4,6 +4,7 @@ use std::{ffi::OsString, time::Duration};
 
 use kvferry_plan::{Blame, LayoutSpec};
 use kvferry_registry::loopback_http;
+use kvferry_server::PairHealth;
 use serde_json::Value;
 use tokio::{
     sync::mpsc,
@@ -18,6 +19,7 @@ use crate::{
     child::Child,
     failure::Failure,
     model::{Located, Progress},
+    transports::Transports,
 };
 
 /// For the router to find a pair once all are ready; the registry's lease is far shorter.
@@ -38,6 +40,8 @@ pub(super) struct Cluster {
     /// URL of the API.
     pub(super) url: String,
     pub(super) rows: Vec<Row>,
+    /// Who can serve whom, and over what.
+    pub(super) pairs: Vec<PairHealth>,
     /// Router, instances, registry: the order in which they end.
     tiers: [Tier; 3],
     died: mpsc::Receiver<String>,
@@ -78,7 +82,7 @@ impl Cluster {
         };
         let (router, router_child, url) = ready(router).await.map_err(|failure| taken(failure, args.port))?;
 
-        let specs = instances(args, &registry_url, model);
+        let specs = instances(args, &registry_url, model)?;
         let total = specs.len();
         let mut loading = JoinSet::new();
         for spec in specs {
@@ -92,7 +96,7 @@ impl Cluster {
         }
         ready.sort_by(|(a, ..), (b, ..)| (b.role, &a.instance).cmp(&(a.role, &b.instance)));
         spinner.set_message("waiting for the router to find a pair");
-        serving(&url).await?;
+        let pairs = serving(&url, total).await?;
         spinner.finish_and_clear();
 
         let (tell, died) = mpsc::channel(1);
@@ -107,7 +111,7 @@ impl Cluster {
             let Tier { drain, keepers } = &mut tiers[tier];
             keepers.spawn(Keeper { spec, drain: drain.clone(), died: tell.clone() }.run(child));
         }
-        Ok(Self { url, rows, tiers, died })
+        Ok(Self { url, rows, pairs, tiers, died })
     }
 
     /// Waits for the end of a process that cannot be kept; answers what happened.
@@ -133,19 +137,23 @@ async fn ready(mut spec: Spec) -> Result<(Spec, Child, String), Failure> {
     Ok((spec, child, url))
 }
 
-fn instances(args: &UpArgs, registry: &str, model: &Located) -> Vec<Spec> {
-    let side = |role: &'static str, layouts: &[LayoutSpec]| {
-        let spec = |(i, layout): (usize, &LayoutSpec)| {
+fn instances(args: &UpArgs, registry: &str, model: &Located) -> Result<Vec<Spec>, Failure> {
+    let all = &args.instance.engine.transport;
+    let [from, to] = args.sides.of(all, (args.prefill.len(), args.decode.len()))?;
+    let side = |role: &'static str, layouts: &[LayoutSpec], lists: Vec<Transports>| {
+        let spec = |(i, (layout, transport)): (usize, (&LayoutSpec, Transports))| {
+            let mut told = args.instance.clone();
+            told.engine.transport = transport;
             let mut list: Vec<OsString> = vec!["--registry".into(), registry.into()];
             list.extend(["--model".into(), model.argument(), "--layout".into(), layout.to_string().into()]);
-            list.extend(args.instance.to_args());
+            list.extend(told.to_args());
             let (instance, layout) = (format!("{role}-{i}"), Some(layout.clone()));
             // Whoever wants to reach an instance asks the registry, where each start of it says its own port.
             Spec { role, instance, layout, listen: None, args: list }
         };
-        layouts.iter().enumerate().map(spec).collect::<Vec<_>>()
+        layouts.iter().zip(lists).enumerate().map(spec).collect::<Vec<_>>()
     };
-    [side("prefill", &args.prefill), side("decode", &args.decode)].concat()
+    Ok([side("prefill", &args.prefill, from), side("decode", &args.decode, to)].concat())
 }
 
 /// The router's failure to start is nearly always its port.
@@ -160,15 +168,26 @@ fn taken(failure: Failure, port: u16) -> Failure {
     Failure::caller(text)
 }
 
-/// Waits until the router says that it can serve.
-async fn serving(url: &str) -> Result<(), Failure> {
+/// Waits until the router says that it can serve; the pairs that it knows then.
+async fn serving(url: &str, instances: usize) -> Result<Vec<PairHealth>, Failure> {
     let failed = |e: String| Failure::new(Blame::Environment, e);
     let http = loopback_http().and_then(|b| b.build().map_err(|e| e.to_string())).map_err(failed)?;
     let until = Instant::now() + FIND;
     loop {
         let answer = http.get(format!("{url}/ready")).timeout(FIND).send().await;
         let reason = match answer {
-            Ok(answer) if answer.status().is_success() => return Ok(()),
+            Ok(answer) if answer.status().is_success() => {
+                let health = http.get(format!("{url}/health")).timeout(FIND).send();
+                let body = async { health.await?.json::<Value>().await };
+                let body = body.await.map_err(|e| failed(e.to_string()))?;
+                // It may know some of them only.
+                if body["instances"].as_u64() >= Some(instances as u64) || Instant::now() > until {
+                    let pairs = serde_json::from_value(body["pairs"].clone());
+                    return pairs.map_err(|e| failed(format!("the router's health: {e}")));
+                }
+                sleep(Duration::from_millis(50)).await;
+                continue;
+            }
             Ok(answer) => {
                 let body: Value = answer.json().await.unwrap_or_default();
                 body["reason"].as_str().unwrap_or("it gives no reason").to_owned()

@@ -22,6 +22,7 @@ use show::Ask;
 pub(crate) async fn run(args: UpArgs) -> Result<(), Failure> {
     args.instance.engine.caution();
     args.instance.engine.same_cache(&args.prefill, &args.decode)?;
+    args.sides.of(&args.instance.engine.transport, (args.prefill.len(), args.decode.len()))?;
     let mut stop = Stop::new()?;
     let progress = if args.json { Progress::Quiet } else { Progress::Shown };
     let started = async {

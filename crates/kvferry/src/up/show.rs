@@ -1,5 +1,6 @@
 //! What is told once the cluster serves.
 
+use kvferry_server::PairHealth;
 use serde_json::{Value, json};
 
 use super::cluster::{Cluster, Row};
@@ -30,8 +31,13 @@ pub(super) fn text(cluster: &Cluster, model: &str, ask: Ask) -> String {
     if let Some(layouts) = table.column_mut(1) {
         layouts.set_delimiter(',');
     }
+    let mut over = terminal::table();
+    over.set_header(["pair", "transport", "why that one"]);
+    for PairHealth { prefill, decode, transport, why } in &cluster.pairs {
+        over.add_row([&format!("{prefill} → {decode}"), transport, why]);
+    }
     let asked = "# an answer, as it comes; Ctrl-C ends the cluster";
-    format!("{table}\n\n{}\n{}\n", styled(Look::Dim, asked), curl(&cluster.url, model, ask))
+    format!("{table}\n\n{over}\n\n{}\n{}\n", styled(Look::Dim, asked), curl(&cluster.url, model, ask))
 }
 
 /// A request that the model understands. To be copied into a shell as it is.
@@ -74,7 +80,8 @@ pub(super) fn json(cluster: &Cluster, model: &str) -> Value {
         })
     };
     let processes: Vec<Value> = cluster.rows.iter().map(row).collect();
-    json!({ "ready": true, "url": cluster.url, "model": model, "processes": processes })
+    let (url, pairs) = (&cluster.url, &cluster.pairs);
+    json!({ "ready": true, "url": url, "model": model, "processes": processes, "pairs": pairs })
 }
 
 #[cfg(test)]

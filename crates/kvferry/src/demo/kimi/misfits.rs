@@ -166,7 +166,7 @@ fn context_parallel(like: &Group, args: &DemoArgs) -> Result<Arc<Node>, Failure>
         descriptor,
         hosts: None,
         arenas,
-        transports: vec![args.engine.transport.into()],
+        transports: args.engine.transport.kinds(),
         digest: !args.engine.no_digest,
         inject: None,
         fault: None,

@@ -113,7 +113,7 @@ impl Suite {
             quick: args.quick,
             prefill,
             decode,
-            transport: name_of(&args.engine.transport),
+            transport: args.engine.transport.to_string(),
             totals: Totals::default(),
             sections: Vec::new(),
         }

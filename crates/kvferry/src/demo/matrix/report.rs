@@ -9,7 +9,7 @@ use super::super::{
     table::bytes,
 };
 use crate::{
-    args::{DemoArgs, name_of},
+    args::DemoArgs,
     terminal::{self, Look, styled},
 };
 
@@ -130,7 +130,7 @@ impl Matrix {
     ) -> Self {
         Self {
             suite: "matrix",
-            transport: name_of(&args.engine.transport),
+            transport: args.engine.transport.to_string(),
             prompt_tokens: prompts.into(),
             layouts: layouts.to_vec(),
             prefill_only: prefill_only.to_vec(),

@@ -148,7 +148,7 @@ impl Suite {
         Self {
             suite: "kv-shard",
             quick: args.quick,
-            transport: name_of(&args.engine.transport),
+            transport: args.engine.transport.to_string(),
             totals: Totals::default(),
             sections: Vec::new(),
         }
