@@ -11,7 +11,6 @@ use kvferry_plan::{Dtype, LayoutSpec};
 use kvferry_registry::check_instance;
 use kvferry_server::InstanceConfig;
 use kvferry_transport::Inject;
-use kvferry_transport_mooncake::sidecar::CAUTION;
 use serde::Serialize;
 
 use crate::{
@@ -481,15 +480,6 @@ choice!(AttentionArg => Attention { Gqa => Self::Gqa, Mla => Self::Mla });
 choice!(LatentEpsArg => LatentEps { Published => Self::Published, Configured => Self::Configured });
 choice!(ArithArg => Arith { Canonical => Self::Canonical, Fast => Self::Fast });
 choice!(DecodeBatchArg => DecodeBatch { Fixed => Self::Fixed, Eager => Self::Eager });
-impl EngineArgs {
-    /// Says what everybody should know who uses this transport.
-    pub(crate) fn caution(&self) {
-        if self.transport == TransportArg::Mooncake {
-            terminal::note(CAUTION);
-        }
-    }
-}
-
 choice!(TransportArg => TransportKind {
     Tcp => Self::Tcp,
     Shm => Self::Shm,

@@ -20,7 +20,7 @@ use crate::{
     model::{self, Progress},
     terminal,
     traces::Traces,
-    transports::Transports,
+    transports::{Transports, caution},
 };
 
 /// How long a process whose parent is gone may take to end in order.
@@ -35,7 +35,7 @@ pub(crate) async fn run(args: ServeArgs) -> Result<(), Failure> {
     stop_on_signals(drain.clone())?;
     // A parent says so itself.
     if !args.exit_with_parent && matches!(args.role, RoleArg::Prefill | RoleArg::Decode) {
-        args.instance.engine.caution();
+        caution([&args.instance.engine.transport]);
     }
     let instance = args.name.clone().unwrap_or_else(|| format!("{}-0", name_of(&args.role)));
     let role = match args.role {

@@ -5,10 +5,12 @@ use std::fmt;
 
 use clap::{Args, ValueEnum};
 use kvferry_node::{Choice, TransportKind, choices};
+use kvferry_transport_mooncake::sidecar::CAUTION;
 
 use crate::{
     args::{TransportArg, name_of},
     failure::Failure,
+    terminal,
 };
 
 /// Transports that an instance offers, each once, in the order in which it wants them.
@@ -58,6 +60,13 @@ pub(crate) fn transports(text: &str) -> Result<Transports, String> {
         list.push(kind);
     }
     Ok(Transports(list))
+}
+
+/// Says what everybody should know who starts one of these.
+pub(crate) fn caution<'a>(lists: impl IntoIterator<Item = &'a Transports>) {
+    if lists.into_iter().any(|list| list.0.contains(&TransportArg::Mooncake)) {
+        terminal::note(CAUTION);
+    }
 }
 
 /// Lists for one side of a cluster.

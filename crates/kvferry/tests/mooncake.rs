@@ -13,10 +13,11 @@ use libtest_mimic::{Arguments, Failed, Trial};
 
 const COMPONENT: &str = "mooncake";
 
-const TESTS: [(&str, fn()); 3] = [
+const TESTS: [(&str, fn()); 4] = [
     ("every_layout_is_bit_equal", layouts),
     ("latent_rows_state_and_experts_are_bit_equal", models),
     ("a_fault_is_found_by_the_digest", fault),
+    ("a_pair_uses_it_only_where_both_want_it_most_or_have_nothing_else", mixed),
 ];
 
 fn main() -> ExitCode {
@@ -105,6 +106,18 @@ fn fault() {
     let run = kvferry(&[&TINY[..], &["--inject", "flip-byte"]].concat());
     assert_eq!(run.code, Some(1), "{}", run.all());
     assert!(run.all().contains("digest"), "{}", run.all());
+}
+
+fn mixed() {
+    for (prefill, decode, chosen) in [
+        ("mooncake,tcp", "tcp,mooncake", "tcp"),
+        ("mooncake,tcp", "mooncake,shm,tcp", "mooncake"),
+        ("tcp,mooncake", "shm,mooncake", "mooncake"),
+    ] {
+        let lists = ["--prefill-transport", prefill, "--decode-transport", decode];
+        let report = assert_proven(&kvferry(&[&TINY[..], &lists].concat()));
+        assert_eq!(report["transport"], chosen, "{prefill} {decode}");
+    }
 }
 
 /// Also where the package is there. Nobody has to look for what it opens.

@@ -29,6 +29,7 @@ use crate::{
     model::{self, Located, Progress},
     serve::blocking,
     terminal,
+    transports::caution,
 };
 use cluster::Cluster;
 use prompts::Prompt;
@@ -38,7 +39,7 @@ use show::Show;
 
 /// Runs the demo; the exit status says whether everything was proven equal.
 pub(crate) async fn run(mut args: DemoArgs) -> Result<ExitCode, Failure> {
-    args.engine.caution();
+    caution(args.sides.of(&args.engine.transport, (1, 1))?.iter().flatten());
     match args.suite {
         Some(SuiteArg::Matrix) => return matrix::run(args).await,
         Some(SuiteArg::KimiDcp) => return kimi::run(args).await,

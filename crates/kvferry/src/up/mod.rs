@@ -14,15 +14,16 @@ use crate::{
     model::{self, Located, Progress},
     serve::blocking,
     terminal,
+    transports::caution,
 };
 use cluster::Cluster;
 use show::Ask;
 
 /// Starts the cluster and keeps it until somebody ends it, or one of its processes cannot be kept.
 pub(crate) async fn run(args: UpArgs) -> Result<(), Failure> {
-    args.instance.engine.caution();
     args.instance.engine.same_cache(&args.prefill, &args.decode)?;
-    args.sides.of(&args.instance.engine.transport, (args.prefill.len(), args.decode.len()))?;
+    let lists = args.sides.of(&args.instance.engine.transport, (args.prefill.len(), args.decode.len()))?;
+    caution(lists.iter().flatten());
     let mut stop = Stop::new()?;
     let progress = if args.json { Progress::Quiet } else { Progress::Shown };
     let started = async {
