@@ -81,8 +81,8 @@ impl SidecarEngine {
         })
     }
 
-    /// As [`BlockEngine::write`], of many spans in one request: what this costs is why transports pack. All of what is
-    /// written from is in one piece of registered memory.
+    /// As [`BlockEngine::write`], of many spans in one request: what this costs is why transports pack. The engine's call for
+    /// them waits by spinning, so a peer has one such request under way at a time; others wait their turn.
     ///
     /// # Errors
     /// As there.
@@ -92,6 +92,9 @@ impl SidecarEngine {
         pairs: &[(BlockSpan, BlockSpan)],
     ) -> Result<WriteId, EngineError> {
         const ACTION: &str = "write";
+        if let [(local, remote)] = pairs {
+            return self.write(peer, *local, *remote);
+        }
         let lists = [
             pairs.iter().map(|(from, _)| from.address).collect::<Vec<_>>(),
             pairs.iter().map(|(_, to)| to.address).collect(),

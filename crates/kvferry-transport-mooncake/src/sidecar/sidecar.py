@@ -16,6 +16,7 @@ import signal
 import socket
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 VERSION = "0.3.13"
 PACKAGES = ["mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine"]
@@ -70,6 +71,8 @@ class Sidecar:
         self.control = control
         self.module = module
         self.engine = module.TransferEngine()
+        # Takes requests of many descriptors, whose call spins until they are done.
+        self.worker = ThreadPoolExecutor(max_workers=1)
         # Handles by the number of the write.
         self.moving = {}
         if self.engine.initialize("127.0.0.1", "P2PHANDSHAKE", "tcp", "") != 0:
@@ -138,7 +141,7 @@ class Sidecar:
             else:
                 self.say("failed", id=id, reason="one of its descriptors was not written")
 
-        threading.Thread(target=work, daemon=True).start()
+        self.worker.submit(work)
 
     def notify(self, peer, mailbox, message):
         note = self.module.TransferNotify(NAME, message)

@@ -2,6 +2,7 @@
 //! reader. Not for latency, and not for what the control plane adds.
 
 mod ceilings;
+mod mooncake;
 mod naive;
 mod nixl;
 mod peer;
@@ -136,12 +137,20 @@ struct Engine {
     start: fn() -> Result<Box<dyn DescriptorEngine>, EngineError>,
 }
 
-const ENGINES: [Engine; 1] = [Engine {
-    transport: TransportKind::Nixl,
-    name: "nixl",
-    ceiling: ("NIXL, one descriptor a layer", "NIXL, layer"),
-    start: nixl::start,
-}];
+const ENGINES: [Engine; 2] = [
+    Engine {
+        transport: TransportKind::Nixl,
+        name: "nixl",
+        ceiling: ("NIXL, one descriptor a layer", "NIXL, layer"),
+        start: nixl::start,
+    },
+    Engine {
+        transport: TransportKind::Mooncake,
+        name: "mooncake",
+        ceiling: ("Mooncake, one descriptor a layer", "Mooncake, layer"),
+        start: mooncake::start,
+    },
+];
 
 /// Times of one way, one per round.
 #[derive(Default)]
