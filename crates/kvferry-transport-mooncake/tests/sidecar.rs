@@ -20,7 +20,7 @@ use kvferry_transport::{
     DeviceId, MemoryKind, Setup, Transport, TransportError, contract,
     slots::{BlockEngine, BlockSpan, EngineError, EnginePeer, Progress, SlotOptions, WriteId},
 };
-use kvferry_transport_mooncake::sidecar::{SidecarEngine, located, start};
+use kvferry_transport_mooncake::sidecar::{SidecarEngine, Tuned, located, start};
 use libtest_mimic::Arguments;
 
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -111,7 +111,7 @@ struct End {
 impl End {
     fn start() -> Self {
         let before: BTreeSet<_> = children().into_iter().collect();
-        let mut engine = SidecarEngine::new().unwrap();
+        let mut engine = SidecarEngine::new(Tuned::Blocks).unwrap();
         let target = children().into_iter().find(|pid| !before.contains(pid)).unwrap();
         let memory = Arc::new(Buffer::new("test", Bytes(SIZE as u64)).unwrap());
         let span = engine.register(Arc::clone(&memory), MemoryKind::Host, DeviceId(0)).unwrap();

@@ -17,6 +17,7 @@ use serde::{Deserialize, Serialize};
 use super::{
     packets::Order,
     process::{Sidecar, failed, hex},
+    python::Tuned,
 };
 use crate::{
     Address,
@@ -33,6 +34,7 @@ const GRID: u64 = 1 << 21;
 /// written to. All of them have memory at the same addresses, which are not those of this process.
 #[derive(Debug)]
 pub struct SidecarEngine {
+    tuned: Tuned,
     outcomes: Outcomes,
     /// By address.
     memories: BTreeMap<Address, Arc<Buffer>>,
@@ -67,11 +69,12 @@ impl SidecarEngine {
     /// # Errors
     /// [`EngineError::Missing`] without the package, or with another version; [`EngineError::Failed`] when its engine does
     /// not start.
-    pub fn new() -> Result<Self, EngineError> {
+    pub fn new(tuned: Tuned) -> Result<Self, EngineError> {
         let outcomes = Outcomes::default();
-        let target = Sidecar::start(&outcomes)?;
+        let target = Sidecar::start(tuned, &outcomes)?;
         target.ready()?;
         Ok(Self {
+            tuned,
             outcomes,
             memories: BTreeMap::new(),
             target,
@@ -124,7 +127,7 @@ impl SidecarEngine {
     fn target(&mut self) -> Result<&Sidecar, EngineError> {
         if self.target.ended() {
             tracing::warn!("the process with Mooncake's engine has ended and is started again");
-            self.target = Sidecar::start(&self.outcomes)?;
+            self.target = Sidecar::start(self.tuned, &self.outcomes)?;
             for (address, memory) in &self.memories {
                 self.target.open(*address, memory)?;
             }
@@ -154,7 +157,7 @@ impl SidecarEngine {
         };
         let (sidecar, lent) = match source {
             Some(source) => source,
-            None => source.insert((Sidecar::start(&self.outcomes)?, BTreeSet::new())),
+            None => source.insert((Sidecar::start(self.tuned, &self.outcomes)?, BTreeSet::new())),
         };
         for address in memories {
             if lent.insert(*address)

@@ -28,7 +28,7 @@ use kvferry_transport::{
 };
 
 pub use engine::SidecarEngine;
-pub use python::INSTALL;
+pub use python::{INSTALL, Tuned};
 
 use crate::sender::Outcomes;
 
@@ -47,7 +47,7 @@ pub fn start(setup: Setup, options: SlotOptions) -> Result<Slots, TransportError
     let mut setup = setup;
     setup.limits.connect = setup.limits.connect.max(PATIENCE);
     setup.limits.stall = setup.limits.stall.max(PATIENCE);
-    let engine = || Ok(Box::new(SidecarEngine::new()?) as Box<dyn BlockEngine>);
+    let engine = || Ok(Box::new(SidecarEngine::new(Tuned::Blocks)?) as Box<dyn BlockEngine>);
     Slots::new(setup, options, ("mooncake", "write `mooncake://ADDRESS:PORT`"), Box::new(engine))
 }
 
@@ -56,6 +56,6 @@ pub fn start(setup: Setup, options: SlotOptions) -> Result<Slots, TransportError
 /// # Errors
 /// [`EngineError::Missing`] when there is none, or one of another version.
 pub fn located() -> Result<String, EngineError> {
-    let ready = process::Sidecar::start(&Outcomes::default())?.ready()?;
+    let ready = process::Sidecar::start(Tuned::Blocks, &Outcomes::default())?.ready()?;
     Ok(format!("{} with {}", ready.package, python::interpreter().display()))
 }

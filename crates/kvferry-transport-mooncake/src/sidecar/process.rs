@@ -24,7 +24,7 @@ use rustix::{
 
 use super::{
     packets::{self, Order, Ready, Report},
-    python::{self, GIVEN_UP, NAME},
+    python::{self, GIVEN_UP, NAME, Tuned},
 };
 use crate::{
     Address,
@@ -84,7 +84,7 @@ enum End {
 
 impl Sidecar {
     /// Starts a process. It is told what to do without waiting for it; how writes end is in `outcomes`.
-    pub(super) fn start(outcomes: &Outcomes) -> Result<Self, EngineError> {
+    pub(super) fn start(tuned: Tuned, outcomes: &Outcomes) -> Result<Self, EngineError> {
         let failed = |error: String| failed("be started", error);
         let (socket, theirs) = packets::pair().map_err(|error| failed(error.to_string()))?;
         let socket = Arc::new(socket);
@@ -93,7 +93,8 @@ impl Sidecar {
             changed: Condvar::new(),
             outcomes: Arc::clone(outcomes),
         });
-        let watch = Watch { socket: Arc::clone(&socket), shared: Arc::clone(&shared), log: Log::default() };
+        let watch =
+            Watch { tuned, socket: Arc::clone(&socket), shared: Arc::clone(&shared), log: Log::default() };
         // The kernel ends the process with the thread that starts it.
         let thread = thread::Builder::new()
             .name("mooncake-watch".into())
@@ -244,6 +245,7 @@ pub(super) fn failed(action: &'static str, reason: impl Into<String>) -> EngineE
 
 /// The thread of a sidecar.
 struct Watch {
+    tuned: Tuned,
     socket: Arc<OwnedFd>,
     shared: Arc<Shared>,
     log: Log,
@@ -251,7 +253,7 @@ struct Watch {
 
 impl Watch {
     fn run(mut self, theirs: OwnedFd) {
-        let mut command = python::command();
+        let mut command = python::command(self.tuned);
         command.stdin(theirs).stdout(Stdio::null()).stderr(Stdio::piped());
         // Ctrl-C is for our process, which ends this one.
         command.process_group(0);

@@ -13,6 +13,22 @@ pub const INSTALL: &str = "install it into the active virtual environment with `
                            KVFERRY_PYTHON=/path/to/python3";
 const SCRIPT: &str = include_str!("sidecar.py");
 
+/// What an engine is best at.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Tuned {
+    /// Few large blocks that are wanted one after the other: they go over one connection to each peer.
+    Blocks,
+    /// Anything: as the package has it.
+    AsShipped,
+}
+
+/// Settings of the engine. Requests beyond those that may be queued fail at once; 65,535 is the most.
+const SETTINGS: [(&str, &str); 3] = [
+    ("MC_LOG_LEVEL", "ERROR"),
+    ("MC_TCP_ENABLE_CONNECTION_POOL", "1"),
+    ("MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER", "65535"),
+];
+
 /// A peer that takes nothing for so long has a write fail. The engine gives up a write by itself before it says that it
 /// failed only while this is shorter than [`GIVEN_UP`]: otherwise it goes on reading what is no longer its own.
 const STALLED: Duration = Duration::from_secs(10);
@@ -31,21 +47,25 @@ pub(super) fn missing(reason: String) -> EngineError {
 }
 
 /// An engine for this process.
-pub(super) fn command() -> Command {
+pub(super) fn command(tuned: Tuned) -> Command {
     let mut command = Command::new(interpreter());
     command.args(["-c", SCRIPT, &std::process::id().to_string()]);
     let seconds = |duration: Duration| duration.as_secs().to_string();
-    // On a machine with RDMA devices the engine would take these, which nobody here has tried.
-    command.env("MC_FORCE_TCP", "1");
-    command.env("MC_TCP_PROGRESS_TIMEOUT_SEC", seconds(STALLED));
-    command.env("MC_TCP_STATUS_TIMEOUT_SEC", seconds(STALLED));
-    command.env("MC_TRANSFER_TIMEOUT", seconds(GIVEN_UP));
-    command.env("MC_TCP_ENABLE_CONNECTION_POOL", "1");
-    // The most: beyond it requests fail at once.
-    command.env("MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER", "65535");
-    command.env("MC_TCP_SLICE_SIZE", "1048576");
-    if env::var_os("MC_LOG_LEVEL").is_none() {
-        command.env("MC_LOG_LEVEL", "ERROR");
+    // What a write that failed still does depends on these; and with RDMA nobody here has tried it.
+    for (name, value) in [
+        ("MC_FORCE_TCP", "1".into()),
+        ("MC_TCP_PROGRESS_TIMEOUT_SEC", seconds(STALLED)),
+        ("MC_TCP_STATUS_TIMEOUT_SEC", seconds(STALLED)),
+        ("MC_TRANSFER_TIMEOUT", seconds(GIVEN_UP)),
+    ] {
+        command.env(name, value);
+    }
+    // Whoever has set one of these knows better.
+    let lanes = (tuned == Tuned::Blocks).then_some(("MC_TCP_LANES_PER_PEER", "1"));
+    for (name, value) in SETTINGS.into_iter().chain(lanes) {
+        if env::var_os(name).is_none() {
+            command.env(name, value);
+        }
     }
     command
 }
