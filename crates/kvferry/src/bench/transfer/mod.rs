@@ -41,8 +41,8 @@ pub(crate) struct TransferBench {
     /// How much to move
     #[arg(long, value_enum, default_value_t = Size::Full)]
     size: Size,
-    /// Which transports: kvferry's own, or also Mooncake's TCP protocol and NVIDIA NIXL, packed as `--transport nixl` does and
-    /// naively as a peer would
+    /// Which transports: kvferry's own, or also Mooncake's TCP protocol, and NVIDIA NIXL and Mooncake's engine, packed as their
+    /// transports do and naively as a peer would
     #[arg(long, value_enum, default_value_t = Which::Own)]
     transport: Which,
     /// Interleaved repetitions whose medians are reported
@@ -62,7 +62,7 @@ enum Size {
 enum Which {
     /// `tcp` and `shm`
     Own,
-    /// `nixl` and `mooncake-tcp` too
+    /// `nixl`, `mooncake` and `mooncake-tcp` too
     All,
 }
 
