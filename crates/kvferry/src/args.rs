@@ -159,7 +159,7 @@ pub(crate) struct EngineArgs {
     /// nixl and mooncake (pushed by NVIDIA NIXL and by Mooncake's engine: `kvferry doctor` says where these are, or how to
     /// get them; the latter listens on all interfaces), mooncake-tcp (pushed over Mooncake's TCP protocol); or auto,
     /// which is shm,tcp. A pair uses the best that both sides have
-    #[arg(long, value_name = "LIST", value_parser = transports, default_value = "tcp", help_heading = "Hand-off")]
+    #[arg(long, value_name = "LIST", value_parser = transports, default_value = "auto", help_heading = "Hand-off")]
     pub(crate) transport: Transports,
     /// At prefill: convert what decode keeps in another element type; without it two that differ do not pair
     #[arg(long, help_heading = "Hand-off")]

@@ -550,7 +550,7 @@ fn a_prompt_that_cannot_fit_is_a_400_with_the_limit_before_any_work() {
 
 #[test]
 fn instances_that_do_not_fit_are_refused_by_field_and_live_on() {
-    let cluster = Cluster::start(&["--kv-dtype", "bf16"], &[]);
+    let cluster = Cluster::start(&["--kv-dtype", "bf16", "--transport", "tcp"], &[]);
     let cases = [
         (vec!["--kv-dtype", "bf16", "--attention", "mla"], "parts"),
         (vec!["--kv-dtype", "bf16", "--arith", "fast"], "model"),

@@ -163,7 +163,7 @@ fn the_json_object_has_what_is_promised() {
     assert!(sha256.len() == 64 && sha256.chars().all(|c| c.is_ascii_hexdigit()), "{sha256}");
     assert_eq!(report["prefill"], "tp=3,page=16");
     assert_eq!(report["decode"], "tp=1,page=16");
-    assert_eq!(report["transport"], "tcp");
+    assert_eq!(report["transport"], "shm");
     assert_eq!(report["generated"].as_array().unwrap().len(), 5);
     let logprobs = report["logprobs"].as_array().unwrap();
     assert_eq!(logprobs.len(), 5);

@@ -63,6 +63,17 @@ fn over_shm() {
     blows("shm");
 }
 
+/// Where a pair has several, the link is opened before the room is bound to one.
+#[test]
+fn over_either_when_prefill_opens_the_link() {
+    blows("tcp,shm");
+}
+
+#[test]
+fn over_either_when_decode_opens_the_link() {
+    blows("shm,tcp");
+}
+
 fn blows(transport: &str) {
     thread::scope(|scope| {
         for victim in [Side::Prefill, Side::Decode] {

@@ -37,7 +37,7 @@ fn told<T: std::fmt::Debug>((runtime, waits): (&Runtime, JoinHandle<Ended<T>>), 
 #[test]
 fn reach_a_prefill_that_waits() {
     let (fleet, mut alone) = (Fleet::start(), Alone::start());
-    let slow = ["--throttle", "262144", "--chunk", "16", "--pool-tokens", "4096"];
+    let slow = ["--transport", "tcp", "--throttle", "262144", "--chunk", "16", "--pool-tokens", "4096"];
     let prefill = fleet.peer("prefill", "prefill", &slow);
     let decode = fleet.peer("decode", "decode", &slow);
     let misfit = fleet.peer("decode", "misfit", &["--kv-dtype", "bf16"]);

@@ -39,7 +39,7 @@ fn a_decode_that_is_killed_in_the_middle_of_an_answer_is_named_and_the_other_ser
 
 #[test]
 fn a_prefill_that_stops_in_the_middle_of_a_hand_off_is_noticed_and_the_other_serves_on() {
-    let slow: [&[&str]; 2] = [&["--throttle", "262144", "--chunk", "16"]; 2];
+    let slow: [&[&str]; 2] = [&["--transport", "tcp", "--throttle", "262144", "--chunk", "16"]; 2];
     let service = Service::start(&slow, &[&[], &[]]);
     let (_, whole) = service.complete(&request(600, 4));
     let struck = std::thread::scope(|scope| {
@@ -66,7 +66,8 @@ fn a_prefill_that_stops_in_the_middle_of_a_hand_off_is_noticed_and_the_other_ser
 #[test]
 fn whoever_dies_in_a_hand_off_is_named_and_not_who_tells_it() {
     for victim in ["p0", "d0"] {
-        let service = Service::start(&[&["--throttle", "65536", "--chunk", "16"]], &[&[]]);
+        let service =
+            Service::start(&[&["--transport", "tcp", "--throttle", "65536", "--chunk", "16"]], &[&[]]);
         std::thread::scope(|scope| {
             let asked = scope.spawn(|| service.complete(&request(600, 4)));
             wait_until("it is at work", || service.prefills[0].ledger().count("/node/sending") == 1);
@@ -105,7 +106,8 @@ fn instances_of_another_model_are_not_asked() {
 
 #[test]
 fn a_prefill_that_stops_and_has_no_other_is_named() {
-    let service = Service::start(&[&["--throttle", "65536", "--chunk", "16"]], &[&[], &[]]);
+    let service =
+        Service::start(&[&["--transport", "tcp", "--throttle", "65536", "--chunk", "16"]], &[&[], &[]]);
     std::thread::scope(|scope| {
         let asked = scope.spawn(|| service.complete(&request(600, 4)));
         wait_until("it is at work", || service.prefills[0].ledger().count("/node/sending") == 1);
