@@ -19,7 +19,8 @@ pub enum Moment {
         /// What will move the bytes.
         transport: TransportKind,
     },
-    /// The mover: no link came about over a transport that both have. The room goes on with another, if there is one.
+    /// No link came about over a transport that both have: to the mover, and at a target that was told so by its source. The
+    /// room goes on with another, if there is one.
     Unlinked {
         /// The other instance.
         peer: InstanceId,

@@ -14,7 +14,7 @@ use kvferry_node::{
     CauseKind, Limits, Moment, Node, NodeError, Observer, PeerAddr, Receipt, RoomError, Side, SourceReceipt,
     TransportKind,
 };
-use kvferry_plan::{CacheShape, RoomKey, TokenRange};
+use kvferry_plan::{CacheShape, RankId, RoomKey, TokenRange};
 use kvferry_session::{MAX_HELLO, Message, decode, encode, frame_len};
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt, copy_bidirectional},
@@ -214,6 +214,57 @@ async fn what_failed_is_tried_again_after_a_while_and_when_nothing_else_is_left(
     let (sent, received) = hand_over_by(&source, &target, 3, &source.node.addr()).await;
     assert!(sent.is_ok() && received.unwrap().transport == Shm);
     exact(&target, 3);
+}
+
+/// Two processes of a source, of which one has no link. Where they push, one may have bound the room when the other finds
+/// that out: the room ends in both, and the next one goes over what both have a link for.
+#[tokio::test(flavor = "multi_thread")]
+async fn the_processes_of_a_source_use_one_transport_together() {
+    let limits = Limits::default();
+    for (transports, broken, chosen) in
+        [([Shm, Tcp], Broken(&[Shm], &[]), Tcp), ([Tcp, Shm], Broken(&[], &[Tcp]), Shm)]
+    {
+        let shape = CacheShape::gqa(2, 4, 8);
+        let halves = [0, 1].map(|rank| {
+            let recipe = Recipe::new("prefill", &shape, "tp=2,page=16", Tcp);
+            let (hosts, transports) = (Some(vec![RankId(rank)]), transports.to_vec());
+            start(&Recipe { hosts, transports, ..recipe })
+        });
+        let target = instance("decode", &transports, &limits);
+        let by = vec![detour(&halves[0], broken).await, halves[1].node.addr()];
+        let mut failed = 0;
+        for n in 1..=2 {
+            target.clear();
+            let sending = halves.each_ref().map(|half| {
+                half.clear();
+                half.send(room(n), TOKENS)
+            });
+            let receiving = target.receive_from(room(n), TOKENS, by.clone());
+            for (half, sending) in halves.iter().zip(&sending) {
+                compute_and_send(half, sending, TOKENS, 16);
+            }
+            let [one, two] = &sending;
+            let (one, two, received) =
+                soon(async { tokio::join!(one.outcome(), two.outcome(), receiving.outcome()) }).await;
+            match received {
+                Ok(receipt) => {
+                    assert_eq!(receipt.transport, chosen);
+                    assert!(one.is_ok() && two.is_ok());
+                    exact(&target, n);
+                }
+                Err(error) => {
+                    failed += 1;
+                    assert!(
+                        one.is_err() && two.is_err() && error.to_string().contains("127.0.0.1:1"),
+                        "{error}"
+                    );
+                }
+            }
+        }
+        let Broken(_, pushed) = broken;
+        assert_eq!(failed, pushed.len(), "{transports:?}");
+        soon(async { tokio::join!(quiet(&halves[0]), quiet(&halves[1]), quiet(&target)) }).await;
+    }
 }
 
 /// A client that leaves while a link is being opened ends the room at once.

@@ -1,9 +1,8 @@
 //! The processes of a demo: a registry, prefill and decode instances, children of this one. They end with it,
 //! whatever way it ends: each watches its standard input, which only this process holds open.
 
-use std::{ffi::OsString, time::Duration};
+use std::{ffi::OsString, fmt, time::Duration};
 
-use kvferry_node::Choice;
 use kvferry_plan::{Blame, InstanceId, LayoutSpec};
 use kvferry_registry::{Client, Group};
 use kvferry_server::{InstanceClient, Leg};
@@ -19,6 +18,19 @@ use crate::{
 
 /// For instances to reach the registry.
 const REGISTER: Duration = Duration::from_secs(10);
+
+/// A transport, and why it is that one.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Over {
+    pub(super) transport: String,
+    pub(super) why: String,
+}
+
+impl fmt::Display for Over {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} ({})", self.transport, self.why)
+    }
+}
 
 /// An instance as the demo speaks to it.
 pub(super) struct Handle {
@@ -126,8 +138,8 @@ impl Fleet {
 pub(super) struct Cluster {
     pub(super) prefill: Handle,
     pub(super) decode: Handle,
-    /// What is going to move the cache, and why.
-    transport: String,
+    /// What is going to move the cache, unless no link comes about.
+    pub(super) over: Option<Over>,
     fleet: Fleet,
 }
 
@@ -143,8 +155,8 @@ impl Cluster {
             side.into_iter().next().ok_or_else(|| Failure::new(Blame::Us, "an instance was not started"))
         };
         let choice = Transports::choice(&from.transport, &to.transport);
-        let transport = choice.map_or_else(|| "nothing that both have".into(), |choice| chosen(&choice));
-        Ok(Self { prefill: one(prefill)?, decode: one(decode)?, transport, fleet })
+        let over = choice.map(|choice| Over { transport: choice.transport.to_owned(), why: choice.why });
+        Ok(Self { prefill: one(prefill)?, decode: one(decode)?, over, fleet })
     }
 
     /// What runs: names and facts.
@@ -161,7 +173,10 @@ impl Cluster {
         [
             ("prefill", facts(&self.prefill)),
             ("decode", facts(&self.decode)),
-            ("hand-off over", self.transport.clone()),
+            (
+                "hand-off over",
+                self.over.as_ref().map_or("nothing that both have".into(), ToString::to_string),
+            ),
         ]
     }
 
@@ -179,11 +194,6 @@ fn engines(args: &DemoArgs) -> Result<[EngineArgs; 2], Failure> {
         EngineArgs { transport, ..args.engine.clone() }
     };
     Ok(lists.map(told))
-}
-
-/// A transport and why it is that one; where there is no other, the name says all.
-fn chosen(Choice { transport, why }: &Choice) -> String {
-    format!("{transport} ({why})")
 }
 
 /// Waits until the registry knows `instance`.

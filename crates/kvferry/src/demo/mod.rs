@@ -31,7 +31,7 @@ use crate::{
     terminal,
     transports::caution,
 };
-use cluster::Cluster;
+use cluster::{Cluster, Over};
 use prompts::Prompt;
 use reference::{Answer, Plan};
 use report::{Finding, ModelInfo, Outcome, PromptReport, Report};
@@ -79,6 +79,7 @@ pub(crate) async fn run(mut args: DemoArgs) -> Result<ExitCode, Failure> {
         text.end();
         handed.push(run);
     }
+    let announced = cluster.over.clone();
     cluster.stop().await;
 
     let plan = Plan::new(&args);
@@ -92,8 +93,11 @@ pub(crate) async fn run(mut args: DemoArgs) -> Result<ExitCode, Failure> {
     // The last prompt's: a link that does not come about is not tried again soon.
     let over = handed.iter().rev().find_map(|run| run.as_ref().ok()).map(|run| {
         let transfer = &run.decode.transfer;
-        (transfer.transport.clone(), transfer.transport_why.clone())
+        Over { transport: transfer.transport.clone(), why: transfer.transport_why.clone() }
     });
+    if let Some(over) = over.as_ref().filter(|over| announced.as_ref() != Some(*over)) {
+        show.moved_over(over);
+    }
     let mut reports = Vec::with_capacity(prompts.len());
     for ((prompt, run), answer) in prompts.iter().zip(handed).zip(answers) {
         let outcome = match (run, answer) {

@@ -5,6 +5,7 @@ use kvferry_server::{Chosen, Problem};
 use serde::Serialize;
 
 use super::{
+    cluster::Over,
     compare::CacheDiff,
     conversion::Conversion,
     disaggregated::Run,
@@ -431,13 +432,13 @@ impl Report {
         attention: &str,
         args: &DemoArgs,
         reference: String,
-        over: Option<(String, String)>,
+        over: Option<Over>,
         prompts: Vec<PromptReport>,
     ) -> Self {
         let total = Outcome::all(&prompts);
         // When nothing was moved, what was offered.
-        let none = || (args.engine.transport.to_string(), String::new());
-        let (transport, transport_why) = over.unwrap_or_else(none);
+        let none = || Over { transport: args.engine.transport.to_string(), why: String::new() };
+        let Over { transport, why: transport_why } = over.unwrap_or_else(none);
         Self {
             model,
             attention: attention.to_owned(),

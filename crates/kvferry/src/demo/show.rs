@@ -3,7 +3,10 @@
 use indicatif::ProgressBar;
 use kvferry_engine::tokenizer::{Detokenizer, Tokenizer};
 
-use super::{cluster::Cluster, prompts::Prompt};
+use super::{
+    cluster::{Cluster, Over},
+    prompts::Prompt,
+};
 use crate::{
     args::{DemoArgs, name_of},
     model::Progress,
@@ -41,6 +44,14 @@ impl Show {
         for (name, text) in cluster.describe() {
             self.paragraph(name).all(&text);
         }
+    }
+
+    /// What moved the cache, where that is not what was announced.
+    pub(super) fn moved_over(&self, over: &Over) {
+        if !self.silent() {
+            terminal::line("");
+        }
+        self.paragraph("moved over").all(&over.to_string());
     }
 
     /// A prompt that is going to be answered.

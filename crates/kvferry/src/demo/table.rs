@@ -26,8 +26,6 @@ pub(super) fn print(report: &Report) {
             many => several(report, many),
         };
         terminal::line(table);
-        let over = format!("moved over {}: {}", report.transport, report.transport_why);
-        terminal::paragraph(styled(Look::Dim, over), 2);
         let how = format!("compared with {}; one run each, not a benchmark", report.reference);
         terminal::paragraph(styled(Look::Dim, how), 2);
     }
