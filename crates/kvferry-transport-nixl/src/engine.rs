@@ -33,12 +33,21 @@ pub struct NixlEngine {
     writes: BTreeMap<WriteId, (EnginePeer, Request)>,
 }
 
-/// Another agent. Metadata of one name is taken in as often as it comes, and given up when nobody uses it.
+/// Agents that nobody uses and whose connections are kept, so that they go on when they are met again. Where both ends give
+/// a connection up while the other process is stopped, UCX never closes its sockets.
+const IDLE: usize = 8;
+
+/// Another agent. Metadata of one name is taken in as often as it comes.
 #[derive(Debug)]
 struct Peer {
     name: String,
+    metadata: Vec<u8>,
     /// Connections and writes.
     users: u32,
+    /// Something that was sent to it has failed.
+    failed: bool,
+    /// When it was left, of one that nobody uses.
+    left: u64,
 }
 
 impl NixlEngine {
@@ -68,7 +77,7 @@ impl NixlEngine {
         pairs: &[(BlockSpan, BlockSpan)],
     ) -> Result<WriteId, EngineError> {
         let name = self.peer(peer)?.name.clone();
-        let request = self.agent.write(&name, pairs)?;
+        let request = self.agent.write(&name, pairs).inspect_err(|_| self.failed(peer))?;
         self.peer(peer)?.users += 1;
         let write = WriteId(self.number());
         self.writes.insert(write, (peer, request));
@@ -88,13 +97,34 @@ impl NixlEngine {
         })
     }
 
+    fn failed(&mut self, peer: EnginePeer) {
+        if let Some(known) = self.peers.get_mut(&peer) {
+            known.failed = true;
+        }
+    }
+
     /// One user less.
     fn leave(&mut self, peer: EnginePeer) {
+        let now = self.number();
         let Some(known) = self.peers.get_mut(&peer) else { return };
         known.users = known.users.saturating_sub(1);
-        if known.users == 0
-            && let Some(known) = self.peers.remove(&peer)
+        if known.users > 0 {
+            return;
+        }
+        known.left = now;
+        if known.failed {
+            return self.forget(peer);
+        }
+        let idle = || self.peers.iter().filter(|(_, known)| known.users == 0);
+        if idle().count() > IDLE
+            && let Some((oldest, _)) = idle().min_by_key(|(_, known)| known.left)
         {
+            self.forget(*oldest);
+        }
+    }
+
+    fn forget(&mut self, peer: EnginePeer) {
+        if let Some(known) = self.peers.remove(&peer) {
             self.agent.invalidate(&known.name);
         }
     }
@@ -133,7 +163,8 @@ impl BlockEngine for NixlEngine {
             return Ok(*peer);
         }
         let peer = EnginePeer(self.number());
-        self.peers.insert(peer, Peer { name, users: 1 });
+        let metadata = metadata.to_vec();
+        self.peers.insert(peer, Peer { name, metadata, users: 1, failed: false, left: 0 });
         Ok(peer)
     }
 
@@ -151,12 +182,18 @@ impl BlockEngine for NixlEngine {
     }
 
     fn poll(&mut self, write: WriteId) -> Result<Progress, EngineError> {
-        let (_, request) = self.writes.get(&write).ok_or(EngineError::Failed {
+        let &(peer, ref request) = self.writes.get(&write).ok_or(EngineError::Failed {
             engine: "NIXL",
             action: "finish a write",
             reason: "it was told to forget it".into(),
         })?;
-        Ok(if self.agent.settled(request)? { Progress::Settled } else { Progress::Moving })
+        match self.agent.settled(request) {
+            Ok(settled) => Ok(if settled { Progress::Settled } else { Progress::Moving }),
+            Err(error) => {
+                self.failed(peer);
+                Err(error)
+            }
+        }
     }
 
     fn release(&mut self, write: WriteId) {
@@ -167,8 +204,16 @@ impl BlockEngine for NixlEngine {
     }
 
     fn notify(&mut self, peer: EnginePeer, message: &[u8]) -> Result<(), EngineError> {
-        let name = self.peer(peer)?.name.clone();
-        self.agent.notify(&name, message)
+        let Peer { name, metadata, users, .. } = self.peer(peer)?;
+        let (name, metadata, alone) = (name.clone(), metadata.clone(), *users == 1);
+        let mut sent = self.agent.notify(&name, message);
+        if sent.is_err() && alone {
+            // The connection may have been lost while nobody used it: the next one is made of the metadata.
+            self.agent.invalidate(&name);
+            self.agent.load(&metadata)?;
+            sent = self.agent.notify(&name, message);
+        }
+        sent.inspect_err(|_| self.failed(peer))
     }
 
     fn notifications(&mut self) -> Result<Vec<Vec<u8>>, EngineError> {

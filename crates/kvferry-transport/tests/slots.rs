@@ -369,6 +369,75 @@ fn all_blocks_on_their_way_to_who_hangs() {
     assert_eq!((source.end.stats().renewed, source.end.stats().staged), (1, 0));
 }
 
+impl World {
+    /// A room of `source` in which its engine fails in the middle of a chunk; why it failed.
+    fn broken(&mut self, source: &Source, link: &dyn Link) -> String {
+        self.fabric.fail(source.id);
+        let key = self.key();
+        self.grant(&self.target, key, source.id);
+        let outcome = self.start(link, key).recv_timeout(PATIENCE).unwrap();
+        self.target.revoke(key, GENERATION);
+        self.fabric.mend(source.id);
+        match outcome {
+            Err(TransportError::PeerGone { reason, .. }) => reason,
+            other => panic!("{other:?}"),
+        }
+    }
+}
+
+/// An error of the engine in the middle of a chunk fails the room with the engine's reason. What still comes of it reaches no
+/// page, and both the source and others go on.
+#[test]
+fn an_engine_that_fails_in_the_middle_of_a_chunk() {
+    let mut world = World::new(Fabric::options());
+    let (bad, well) = (world.source(1), world.source(2));
+    let other = world.open(&well.end, &world.target).unwrap();
+    let link = world.open(&bad.end, &world.target).unwrap();
+    world.exact(&bad, &*link);
+    let reason = world.broken(&bad, &*link);
+    assert!(reason.contains("fabric") && reason.contains("the other end was lost"), "{reason}");
+    drop(link);
+    world.until("fenced", |world| world.target.stats().fenced > 0);
+    let fenced = world.target.stats().fenced;
+    assert_eq!(bad.end.stats().staged, 0);
+    world.exact(&well, &*other);
+    // The other half of what failed, in the middle of a room.
+    let key = world.key();
+    world.grant(&world.target, key, well.id);
+    let wait = world.start(&*other, key);
+    world.fabric.go_on(bad.id);
+    wait.recv_timeout(PATIENCE).unwrap().unwrap();
+    world.target.revoke(key, GENERATION);
+    world.exact(&well, &*other);
+    let link = world.open(&bad.end, &world.target).unwrap();
+    world.exact(&bad, &*link);
+    // Nobody knows that it came; what had not failed is free.
+    let stats = world.target.stats();
+    assert!((1..=fenced).contains(&stats.fenced) && stats.slots == 0, "{stats:?}");
+}
+
+/// One whose engine fails again and again uses up its own slots and not those of everybody: when a whole area had to be
+/// given up for it, it gets no more until it is started again.
+#[test]
+fn an_engine_that_always_fails_harms_itself_alone() {
+    let mut world = World::new(Fabric::options());
+    let (bad, well) = (world.source(1), world.source(2));
+    let other = world.open(&well.end, &world.target).unwrap();
+    let mut reasons = Vec::new();
+    for _ in 0..20 {
+        let link = world.open(&bad.end, &world.target).unwrap();
+        reasons.push(world.broken(&bad, &*link));
+        drop(link);
+        world.exact(&well, &*other);
+    }
+    assert!(reasons[0].contains("the other end was lost"), "{reasons:?}");
+    assert!(reasons.last().unwrap().contains("restart it"), "{reasons:?}");
+    assert_eq!(world.target.stats().renewed, 1);
+    let again = world.source(3);
+    let link = world.open(&again.end, &world.target).unwrap();
+    world.exact(&again, &*link);
+}
+
 /// A room that is cancelled at any moment leaves a link that goes on: what was asked for, was granted, or is on its way
 /// is given back before the next job.
 #[test]

@@ -4,6 +4,13 @@
 #![allow(clippy::unwrap_used, clippy::panic, clippy::print_stdout)]
 
 mod common;
+#[path = "process/fleet.rs"]
+#[allow(dead_code, reason = "the tests of the other transports use more of it")]
+mod fleet;
+#[path = "process/late.rs"]
+mod late;
+#[path = "process/phases.rs"]
+mod phases;
 
 use std::process::ExitCode;
 
@@ -13,10 +20,12 @@ use libtest_mimic::{Arguments, Failed, Trial};
 
 const COMPONENT: &str = "nixl";
 
-const TESTS: [(&str, fn()); 5] = [
+const TESTS: [(&str, fn()); 7] = [
     ("every_layout_is_bit_equal", layouts),
     ("latent_rows_state_and_experts_are_bit_equal", models),
     ("a_fault_is_found_by_the_digest", fault),
+    ("stopped_and_killed_at_every_phase", || phases::blows("nixl")),
+    ("who_sleeps_past_the_end_of_a_room_reaches_no_page", || late::asleep("nixl")),
     ("the_benchmark_has_it_as_a_peer_uses_it", benchmark),
     ("a_pair_uses_it_where_it_is_the_best_of_both", mixed),
 ];

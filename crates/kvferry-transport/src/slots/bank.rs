@@ -14,6 +14,7 @@ use kvferry_plan::{Bytes, Incarnation};
 
 use super::{
     engine::{BlockSpan, Gate},
+    host::LinkId,
     wire::SlotRef,
     witness::Witness,
 };
@@ -42,6 +43,7 @@ enum Slot {
 #[derive(Debug)]
 struct Holder {
     peer: Incarnation,
+    link: LinkId,
     serial: u64,
     _gauge: Gauge,
 }
@@ -101,8 +103,8 @@ impl Bank {
         Self { era, buffer, span, each, gate, state, freed: Condvar::new(), counters: Arc::clone(counters) }
     }
 
-    /// A slot for `peer`. Who has none waits for as long as `wait`; who has some gets another one only when nobody waits.
-    pub(super) fn take(&self, peer: Incarnation, has_some: bool, wait: Duration) -> Taken {
+    /// A slot for a peer, on a connection. Who has none waits for as long as `wait`; who has some gets another one only when nobody waits.
+    pub(super) fn take(&self, by: (Incarnation, LinkId), has_some: bool, wait: Duration) -> Taken {
         let mut state = lock(&self.state);
         if !has_some && !state.closed && self.free(&mut state).is_none() {
             state.waiting += 1;
@@ -116,17 +118,23 @@ impl Bank {
             return Taken::Spent;
         }
         match self.free(&mut state).filter(|_| first_come) {
-            Some(index) => self.hold(&mut state, index, peer),
+            Some(index) => self.hold(&mut state, index, by),
             None if spent(&state) => Taken::Spent,
             None => Taken::None,
         }
     }
 
-    fn hold(&self, state: &mut MutexGuard<'_, State>, index: usize, peer: Incarnation) -> Taken {
+    fn hold(
+        &self,
+        state: &mut MutexGuard<'_, State>,
+        index: usize,
+        (peer, link): (Incarnation, LinkId),
+    ) -> Taken {
         state.serial += 1;
         let serial = state.serial;
         if let Some(slot) = state.slots.get_mut(index) {
-            *slot = Slot::Held(Holder { peer, serial, _gauge: Gauge::new(&self.counters, |c| &c.slots) });
+            let gauge = Gauge::new(&self.counters, |c| &c.slots);
+            *slot = Slot::Held(Holder { peer, link, serial, _gauge: gauge });
         }
         let slot = SlotRef { era: self.era, index: u32::try_from(index).unwrap_or(u32::MAX), serial };
         self.at_gate(slot.index, |gate, place| gate.open(place));
@@ -150,16 +158,39 @@ impl Bank {
         }
     }
 
+    /// `peer` says on `link` that nothing is on its way to a slot of its earlier connections, but for `lost`. Those of them
+    /// that have not ended keep what they hold until they have.
+    pub(super) fn settle_rest(&self, peer: Incarnation, link: LinkId, lost: &[SlotRef]) {
+        let mut state = lock(&self.state);
+        for (index, slot) in (0..).zip(&mut state.slots) {
+            if let Slot::Fenced(holder, _) = slot
+                && holder.peer == peer
+                && holder.link < link
+                && !lost.contains(&SlotRef { era: self.era, index, serial: holder.serial })
+            {
+                self.at_gate(index, |gate, place| gate.shut(place));
+                *slot = Slot::Free;
+            }
+        }
+        self.freed.notify_all();
+    }
+
+    /// True when a slot is fenced off for `peer`.
+    pub(super) fn fenced_for(&self, peer: Incarnation) -> bool {
+        let fenced = |slot: &Slot| matches!(slot, Slot::Fenced(holder, _) if holder.peer == peer);
+        lock(&self.state).slots.iter().any(fenced)
+    }
+
     /// The connection of `peer` has ended, and what it still writes nobody knows.
     pub(super) fn fence(&self, slots: &[SlotRef], peer: Incarnation, witness: Option<&Arc<Witness>>) {
         let mut state = lock(&self.state);
         for slot in slots {
             if let Some(slot) = self.at(&mut state, *slot, peer)
                 && matches!(slot, Slot::Held(_))
-                && let Slot::Held(Holder { peer, serial, .. }) = std::mem::replace(slot, Slot::Free)
+                && let Slot::Held(Holder { peer, link, serial, .. }) = std::mem::replace(slot, Slot::Free)
             {
                 let gauge = Gauge::new(&self.counters, |c| &c.fenced);
-                *slot = Slot::Fenced(Holder { peer, serial, _gauge: gauge }, witness.cloned());
+                *slot = Slot::Fenced(Holder { peer, link, serial, _gauge: gauge }, witness.cloned());
             }
         }
         // Maybe all of them are now.
@@ -224,6 +255,8 @@ mod tests {
     const A: Incarnation = Incarnation { started_ms: 1, nonce: 1 };
     const B: Incarnation = Incarnation { started_ms: 2, nonce: 2 };
     const NOW: Duration = Duration::ZERO;
+    const FIRST: LinkId = LinkId(1);
+    const SECOND: LinkId = LinkId(2);
 
     /// The addresses that are open.
     #[derive(Debug, Default)]
@@ -265,7 +298,7 @@ mod tests {
     #[test]
     fn only_the_writer_settles_a_slot() {
         let bank = bank(1);
-        let held = slot(bank.take(A, false, NOW));
+        let held = slot(bank.take((A, FIRST), false, NOW));
         let wrong = [
             (held, B),
             (SlotRef { serial: held.serial + 1, ..held }, A),
@@ -274,13 +307,13 @@ mod tests {
         ];
         for (slot, peer) in wrong {
             bank.settle(slot, peer);
-            assert_eq!(bank.take(B, false, NOW), Taken::None);
+            assert_eq!(bank.take((B, FIRST), false, NOW), Taken::None);
         }
         bank.settle(held, A);
-        let next = slot(bank.take(B, false, NOW));
+        let next = slot(bank.take((B, FIRST), false, NOW));
         // What came twice is of no effect.
         bank.settle(held, A);
-        assert_eq!((next.index, bank.take(A, false, NOW)), (held.index, Taken::None));
+        assert_eq!((next.index, bank.take((A, FIRST), false, NOW)), (held.index, Taken::None));
     }
 
     /// A slot is open from its grant until its writer has settled, also while it is fenced off.
@@ -291,7 +324,7 @@ mod tests {
         let bank = gated(2, Some(theirs));
         let open = || lock(&gate.0).iter().map(|at| at - bank.span.address).collect::<Vec<_>>();
         assert!(open().is_empty());
-        let held = [slot(bank.take(A, false, NOW)), slot(bank.take(A, true, NOW))];
+        let held = [slot(bank.take((A, FIRST), false, NOW)), slot(bank.take((A, FIRST), true, NOW))];
         assert_eq!(open(), [0, 4096]);
         bank.settle(held[1], B);
         bank.fence(&held[..1], A, None);
@@ -304,7 +337,7 @@ mod tests {
         // Nor is it open any more when its writer has ended instead.
         let mut child = Command::new("sleep").arg("600").spawn().unwrap();
         let witness = Witness::new(&ProcessId::of(child.id())).map(Arc::new);
-        let held = slot(bank.take(A, false, NOW));
+        let held = slot(bank.take((A, FIRST), false, NOW));
         bank.fence(&[held], A, witness.as_ref());
         assert_eq!(open(), [u64::from(held.index) * 4096]);
         child.kill().unwrap();
@@ -319,35 +352,56 @@ mod tests {
         let mut child = Command::new("sleep").arg("600").spawn().unwrap();
         let witness = Witness::new(&ProcessId::of(child.id())).map(Arc::new);
         assert!(witness.is_some());
-        let held = [slot(bank.take(A, false, NOW)), slot(bank.take(A, true, NOW))];
+        let held = [slot(bank.take((A, FIRST), false, NOW)), slot(bank.take((A, FIRST), true, NOW))];
         bank.fence(&held[..1], A, witness.as_ref());
-        assert_eq!(bank.take(B, false, NOW), Taken::None);
+        assert_eq!(bank.take((B, FIRST), false, NOW), Taken::None);
         bank.fence(&held[1..], A, None);
-        assert_eq!(bank.take(B, false, NOW), Taken::Spent);
+        assert_eq!(bank.take((B, FIRST), false, NOW), Taken::Spent);
         assert!(!bank.unreachable());
         bank.settle(held[1], A);
-        let got = slot(bank.take(B, false, NOW));
-        assert_eq!(bank.take(B, true, NOW), Taken::None);
+        let got = slot(bank.take((B, FIRST), false, NOW));
+        assert_eq!(bank.take((B, FIRST), true, NOW), Taken::None);
         child.kill().unwrap();
         child.wait().unwrap();
-        assert_eq!(slot(bank.take(B, true, NOW)).index, held[0].index);
+        assert_eq!(slot(bank.take((B, FIRST), true, NOW)).index, held[0].index);
         assert!(!bank.close());
         bank.settle(got, B);
-        assert_eq!(bank.take(A, false, NOW), Taken::Spent);
+        assert_eq!(bank.take((A, FIRST), false, NOW), Taken::Spent);
+    }
+
+    /// What a writer says of its earlier connections frees what they held, also slots that it has never heard of.
+    #[test]
+    fn a_later_connection_settles_what_earlier_ones_held() {
+        let gate = Arc::new(Opened::default());
+        let theirs: Arc<Opened> = Arc::clone(&gate);
+        let bank = gated(4, Some(theirs));
+        let [a, b] = [(); 2].map(|()| slot(bank.take((A, FIRST), true, NOW)));
+        let other = slot(bank.take((B, FIRST), true, NOW));
+        let later = slot(bank.take((A, SECOND), true, NOW));
+        bank.fence(&[a, b], A, None);
+        bank.fence(&[other], B, None);
+        bank.settle_rest(A, SECOND, &[b]);
+        // `a` alone: `b` is lost, one is of another writer, one of the later connection.
+        assert_eq!(slot(bank.take((B, SECOND), false, NOW)).index, a.index);
+        assert_eq!(bank.take((B, SECOND), false, NOW), Taken::None);
+        assert_eq!(lock(&gate.0).len(), 4);
+        bank.settle(later, A);
+        bank.settle_rest(A, SECOND, &[]);
+        assert_eq!(lock(&gate.0).len(), 2);
     }
 
     /// Who has a slot waits for nobody, and takes nothing from who has none.
     #[test]
     fn who_has_none_comes_first() {
         let bank = Arc::new(bank(1));
-        let held = slot(bank.take(A, false, NOW));
+        let held = slot(bank.take((A, FIRST), false, NOW));
         let theirs = Arc::clone(&bank);
-        let waits = std::thread::spawn(move || theirs.take(B, false, Duration::from_secs(30)));
+        let waits = std::thread::spawn(move || theirs.take((B, FIRST), false, Duration::from_secs(30)));
         while lock(&bank.state).waiting == 0 {
             std::thread::yield_now();
         }
         bank.settle(held, A);
-        assert!(matches!(bank.take(A, true, NOW), Taken::None));
+        assert!(matches!(bank.take((A, FIRST), true, NOW), Taken::None));
         assert!(matches!(waits.join().unwrap(), Taken::Slot(_)));
     }
 }

@@ -20,6 +20,7 @@ use super::{
     engine::{EngineError, StartEngine},
     staging::{Block, Staging},
     wire::{Memory, SlotRef},
+    witness::Witness,
 };
 use crate::{
     TransportError,
@@ -38,12 +39,25 @@ pub(super) struct Era {
     taking: Mutex<()>,
 }
 
-/// What earlier links to a peer have left: writes that have not settled, and slots that it may have back.
+/// The links to a peer, and what earlier ones have left: writes that have not ended, and slots to which something may be
+/// on its way for ever.
 #[derive(Debug, Default)]
 struct Left {
+    links: u32,
     moving: u32,
-    settled: Vec<SlotRef>,
+    lost: Vec<SlotRef>,
 }
+
+/// Said by a peer on one of its connections: nothing is on its way to slots of earlier ones, but for some.
+#[derive(Debug)]
+struct Rested {
+    link: LinkId,
+    lost: Vec<SlotRef>,
+}
+
+/// Counts the connections that are served.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct LinkId(pub(super) u64);
 
 /// The agents of an instance, one at a time.
 pub(super) struct Host {
@@ -56,7 +70,10 @@ pub(super) struct Host {
     /// Landing slots of closed agents.
     retired: Mutex<Vec<Arc<Bank>>>,
     left: Mutex<BTreeMap<Incarnation, Left>>,
+    /// For as long as the connection is there on which it was said.
+    rested: Mutex<BTreeMap<Incarnation, Rested>>,
     openings: AtomicU64,
+    served: AtomicU64,
 }
 
 impl std::fmt::Debug for Host {
@@ -80,7 +97,9 @@ impl Host {
             current: Mutex::default(),
             retired: Mutex::default(),
             left: Mutex::default(),
+            rested: Mutex::default(),
             openings: AtomicU64::new(0),
+            served: AtomicU64::new(0),
         };
         *lock(&host.current) = Some(host.era_of(1)?);
         Ok(host)
@@ -183,9 +202,53 @@ impl Host {
 
     /// `peer` says that nothing is on its way to a slot, of this agent or an earlier one.
     pub(super) fn settle(&self, slot: SlotRef, peer: Incarnation) {
+        self.banks(|bank| bank.settle(slot, peer));
+    }
+
+    fn banks(&self, f: impl FnMut(&Arc<Bank>)) {
         let era = lock(&self.current).clone();
-        for bank in lock(&self.retired).iter().chain(era.iter().filter_map(|era| era.bank.get())) {
-            bank.settle(slot, peer);
+        lock(&self.retired).iter().chain(era.iter().filter_map(|era| era.bank.get())).for_each(f);
+    }
+
+    /// Numbers the connections that are served.
+    pub(super) fn next_served(&self) -> LinkId {
+        LinkId(self.served.fetch_add(1, Ordering::Relaxed))
+    }
+
+    /// `peer` says on `link` that nothing is on its way to slots of its earlier connections, but for `lost`.
+    pub(super) fn rest(&self, peer: Incarnation, link: LinkId, lost: Vec<SlotRef>) {
+        let mut rested = lock(&self.rested);
+        self.banks(|bank| bank.settle_rest(peer, link, &lost));
+        rested.insert(peer, Rested { link, lost });
+    }
+
+    /// Gives no more slots to a peer of which some were among those that a whole area was given up for: it would use up one
+    /// area after the other, and nobody else would have any.
+    pub(super) fn check_peer(&self, peer: Incarnation) -> Result<(), EngineError> {
+        if !lock(&self.retired).iter().any(|bank| bank.fenced_for(peer)) {
+            return Ok(());
+        }
+        Err(EngineError::Failed {
+            engine: self.scheme,
+            action: "take more blocks from this process",
+            reason: "earlier ones were lost, and may still come: restart it".into(),
+        })
+    }
+
+    /// A connection has ended that held slots. It may be the later one, and be noticed to have ended before.
+    pub(super) fn ended(
+        &self,
+        (peer, link): (Incarnation, LinkId),
+        bank: &Bank,
+        held: &[SlotRef],
+        witness: Option<&Arc<Witness>>,
+    ) {
+        let mut rested = lock(&self.rested);
+        bank.fence(held, peer, witness);
+        match rested.get(&peer) {
+            Some(said) if said.link > link => bank.settle_rest(peer, said.link, &said.lost),
+            Some(said) if said.link == link => drop(rested.remove(&peer)),
+            _ => {}
         }
     }
 
@@ -222,28 +285,38 @@ impl Host {
         self.openings.fetch_add(1, Ordering::Relaxed)
     }
 
-    /// A link has ended with a write to `peer` under way.
-    pub(super) fn leave_moving(&self, peer: Incarnation) {
-        lock(&self.left).entry(peer).or_default().moving += 1;
-    }
-
-    /// Such a write has ended; its slot, if nothing is on its way to it any more.
-    pub(super) fn leave_ended(&self, peer: Incarnation, settled: Option<SlotRef>) {
+    fn leave(&self, peer: Incarnation, change: impl FnOnce(&mut Left)) {
         let mut left = lock(&self.left);
         let entry = left.entry(peer).or_default();
-        entry.moving = entry.moving.saturating_sub(1);
-        entry.settled.extend(settled);
-        if entry.moving == 0 && entry.settled.is_empty() {
+        change(entry);
+        if entry.links == 0 && entry.moving == 0 && entry.lost.is_empty() {
             left.remove(&peer);
         }
     }
 
-    /// A link has ended with slots of `peer` to which nothing is on its way.
-    pub(super) fn leave_settled(&self, peer: Incarnation, slots: impl Iterator<Item = SlotRef>) {
-        let slots: Vec<_> = slots.collect();
-        if !slots.is_empty() {
-            lock(&self.left).entry(peer).or_default().settled.extend(slots);
-        }
+    /// A link to `peer` begins.
+    pub(super) fn link_begins(&self, peer: Incarnation) {
+        self.leave(peer, |left| left.links += 1);
+    }
+
+    /// A link to `peer` has ended.
+    pub(super) fn link_ends(&self, peer: Incarnation) {
+        self.leave(peer, |left| left.links = left.links.saturating_sub(1));
+    }
+
+    /// A link leaves a write to `peer` under way.
+    pub(super) fn leave_moving(&self, peer: Incarnation) {
+        self.leave(peer, |left| left.moving += 1);
+    }
+
+    /// Such a write has ended.
+    pub(super) fn leave_ended(&self, peer: Incarnation) {
+        self.leave(peer, |left| left.moving = left.moving.saturating_sub(1));
+    }
+
+    /// Nobody knows what still comes to a slot of `peer`.
+    pub(super) fn lose(&self, peer: Incarnation, slot: SlotRef) {
+        self.leave(peer, |left| left.lost.push(slot));
     }
 
     /// True while writes of earlier links to `peer` have not ended.
@@ -251,14 +324,11 @@ impl Host {
         lock(&self.left).get(&peer).is_some_and(|left| left.moving > 0)
     }
 
-    /// Slots that `peer` may have back.
-    pub(super) fn take_settled(&self, peer: Incarnation) -> Vec<SlotRef> {
-        let mut left = lock(&self.left);
-        let Some(entry) = left.get_mut(&peer) else { return Vec::new() };
-        let slots = std::mem::take(&mut entry.settled);
-        if entry.moving == 0 {
-            left.remove(&peer);
-        }
-        slots
+    /// Slots of earlier links to `peer` to which something may be on its way; `None` while such a link is there, or a write
+    /// of one.
+    pub(super) fn lost(&self, peer: Incarnation) -> Option<Vec<SlotRef>> {
+        let left = lock(&self.left);
+        let entry = left.get(&peer)?;
+        (entry.links == 1 && entry.moving == 0).then(|| entry.lost.clone())
     }
 }

@@ -86,8 +86,10 @@ pub(super) fn open(
         due: VecDeque::new(),
         answers: VecDeque::new(),
         heard: Instant::now(),
+        rested: false,
         broken: false,
     };
+    host.link_begins(peer.incarnation);
     outbound.era.agent.notify(remote, token)?;
     match hear(&socket, &endpoint)? {
         Reply::Ready if expected.wait(limits.connect) => {}
@@ -186,6 +188,8 @@ struct Outbound {
     answers: VecDeque<Answer>,
     /// When something last went on.
     heard: Instant,
+    /// That nothing of earlier links is under way was said.
+    rested: bool,
     broken: bool,
 }
 
@@ -197,9 +201,11 @@ impl Work for Outbound {
             return Err(TransportError::PeerGone { endpoint: self.endpoint.clone(), reason });
         }
         self.heard = Instant::now();
-        let back = self.host.take_settled(self.peer);
-        if !back.is_empty() {
-            self.say(&Request::Release(back))?;
+        if !self.rested
+            && let Some(lost) = self.host.lost(self.peer)
+        {
+            self.say(&Request::Rest(lost))?;
+            self.rested = true;
         }
         let outcome = push(job, &arena, self, stop);
         // Closing breaks the connection; that is not the peer's fault.
@@ -316,7 +322,9 @@ impl Outbound {
             let Some(end) = lock(&first.flight).end.clone() else { return Ok(()) };
             if let End::Lost(reason) = end {
                 // The slot is not given back: something may still be on its way.
-                self.flights.pop_front();
+                if let Some(Sent { slot, .. }) = self.flights.pop_front() {
+                    self.host.lose(self.peer, slot);
+                }
                 return self.breaks(TransportError::PeerGone { endpoint: self.endpoint.clone(), reason });
             }
             let Some(Sent { slot, frames, .. }) = self.flights.pop_front() else { return Ok(()) };
@@ -401,7 +409,10 @@ impl Sink for Outbound {
             let mut flight = lock(&flight);
             flight.block = None;
             if flight.left {
-                host.leave_ended(peer, (end == End::Settled).then_some(slot));
+                if end != End::Settled {
+                    host.lose(peer, slot);
+                }
+                host.leave_ended(peer);
             }
             flight.end = Some(end);
             bell.ring();
@@ -444,15 +455,15 @@ impl Drop for Outbound {
         for Sent { flight, slot, .. } in self.flights.drain(..) {
             let mut flight = lock(&flight);
             match flight.end {
-                Some(End::Settled) => self.host.leave_settled(self.peer, [slot].into_iter()),
-                Some(End::Lost(_)) => {}
+                Some(End::Settled) => {}
+                Some(End::Lost(_)) => self.host.lose(self.peer, slot),
                 None => {
                     flight.left = true;
                     self.host.leave_moving(self.peer);
                 }
             }
         }
-        self.host.leave_settled(self.peer, self.slots.drain(..));
+        self.host.link_ends(self.peer);
         self.era.agent.disconnect(self.remote);
     }
 }

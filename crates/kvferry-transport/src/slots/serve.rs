@@ -8,7 +8,7 @@ use kvferry_plan::{Bytes, Incarnation};
 use super::{
     bank::{Bank, Taken},
     engine::EnginePeer,
-    host::{Era, Host},
+    host::{Era, Host, LinkId},
     wire::{BlockFrame, MAX_MESSAGE, Opening, Reply, Request, SlotRef},
     witness::Witness,
 };
@@ -68,6 +68,7 @@ struct Serving<'a> {
     host: &'a Host,
     socket: &'a Socket,
     peer: Incarnation,
+    link: LinkId,
     opening: &'a Opening,
     witness: Option<Arc<Witness>>,
     inbound: Inbound,
@@ -96,6 +97,7 @@ impl<'a> Serving<'a> {
             host,
             socket,
             peer,
+            link: host.next_served(),
             opening,
             witness: Witness::new(&opening.process).map(Arc::new),
             inbound: Inbound::new(Arc::clone(&host.local), peer),
@@ -139,6 +141,7 @@ impl<'a> Serving<'a> {
                     self.host.settle(slot, self.peer);
                 }
             }
+            Request::Rest(lost) => self.host.rest(self.peer, self.link, lost),
             Request::End(leg, ticket) => {
                 let refusal = self.inbound.end(&leg);
                 self.say(&Reply::Answer(Answer { ticket, refusal }))?;
@@ -173,8 +176,13 @@ impl<'a> Serving<'a> {
     /// Grants what was asked for. Who has no slot waits here, and is told so, for as long as it is there and says nothing.
     fn grant(&mut self) -> Result<(), Lost> {
         let wait = self.host.local.setup.limits.stall / 4;
+        if self.asked > 0
+            && let Err(error) = self.host.check_peer(self.peer)
+        {
+            return self.fail(&error.into());
+        }
         while self.asked > 0 {
-            match self.bank.take(self.peer, !self.held.is_empty(), wait) {
+            match self.bank.take((self.peer, self.link), !self.held.is_empty(), wait) {
                 Taken::Slot(slot) => {
                     self.asked -= 1;
                     self.held.push(slot);
@@ -205,17 +213,19 @@ impl<'a> Serving<'a> {
                 (self.bank, self.era, self.remote) = (bank, era, remote);
                 self.say(&Reply::Memory(memory))
             }
-            Err(error) => {
-                serving_failed(self.socket, &error)?;
-                Err(Lost::Closed)
-            }
+            Err(error) => self.fail(&error),
         }
+    }
+
+    fn fail(&self, error: &TransportError) -> Result<(), Lost> {
+        serving_failed(self.socket, error)?;
+        Err(Lost::Closed)
     }
 }
 
 impl Drop for Serving<'_> {
     fn drop(&mut self) {
-        self.bank.fence(&self.held, self.peer, self.witness.as_ref());
+        self.host.ended((self.peer, self.link), &self.bank, &self.held, self.witness.as_ref());
         self.era.agent.disconnect(self.remote);
     }
 }

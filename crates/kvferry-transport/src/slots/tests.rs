@@ -215,6 +215,34 @@ fn who_breaks_the_rules_is_cut_off_and_its_slots_are_fenced_off() {
     slot(&mut stream);
 }
 
+/// A connection may end with a grant that its source has not heard of, or before what it gave back is read: the next
+/// connection says what is still on its way, and that is all that stays fenced off.
+#[test]
+fn what_earlier_connections_held_is_settled_by_the_next() {
+    let world = world(PATIENCE);
+    let mut stream = world.dial();
+    let (lost, _unheard) = (slot(&mut stream), slot(&mut stream));
+    drop(stream);
+    world.until("its connection has ended", 0, 2);
+    let mut stream = world.dial();
+    send(&mut stream, &Request::Rest(vec![lost]));
+    let again = slot(&mut stream);
+    world.until("one is free", 1, 1);
+    send(&mut stream, &Request::Release(vec![again, lost]));
+    world.until("both are free", 0, 0);
+
+    // The earlier one is noticed to have ended after the later one has said so.
+    let mut early = world.dial();
+    slot(&mut early);
+    let mut late = world.dial();
+    send(&mut late, &Request::Rest(Vec::new()));
+    let held = slot(&mut late);
+    drop(early);
+    world.until("the earlier connection has ended", 1, 0);
+    send(&mut late, &Request::Release(vec![held]));
+    world.until("given back", 0, 0);
+}
+
 /// Rooms that are not granted are refused as over any other way, and the slot is free again.
 #[test]
 fn blocks_for_no_room() {

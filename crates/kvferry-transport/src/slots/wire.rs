@@ -68,6 +68,10 @@ pub(super) enum Request {
     /// The leg is complete; answer with this ticket.
     #[n(4)]
     End(#[n(0)] LegId, #[n(1)] u64),
+    /// Nothing is or will be written to any slot that was granted on earlier connections of this process, whether it has
+    /// heard of the grant or not, but for these.
+    #[n(5)]
+    Rest(#[n(0)] Vec<SlotRef>),
 }
 
 /// From the target.

@@ -27,6 +27,7 @@ struct State {
     agents: BTreeMap<u64, Agent>,
     writes: BTreeMap<u64, Write>,
     held: BTreeSet<Incarnation>,
+    failing: BTreeSet<Incarnation>,
 }
 
 struct Agent {
@@ -99,6 +100,16 @@ impl Fabric {
                 write.go_on();
             }
         }
+    }
+
+    /// From now on the writes of this process fail, half done; the other half comes with [`Fabric::go_on`].
+    pub(crate) fn fail(&self, process: Incarnation) {
+        self.state().failing.insert(process);
+    }
+
+    /// They do not any more.
+    pub(crate) fn mend(&self, process: Incarnation) {
+        self.state().failing.remove(&process);
     }
 
     /// Writes that have not settled.
@@ -176,8 +187,12 @@ impl BlockEngine for Engine {
 
     fn poll(&mut self, write: WriteId) -> Result<Progress, EngineError> {
         let mut state = self.fabric.state();
-        let State { writes, held, .. } = &mut *state;
+        let State { writes, held, failing, .. } = &mut *state;
         let write = writes.get_mut(&write.0).ok_or(failed("poll"))?;
+        if failing.contains(&self.owner) && write.done.0 > 0 && write.done < write.len {
+            let reason = "the other end was lost".into();
+            return Err(EngineError::Failed { engine: "fabric", action: "write", reason });
+        }
         let held = write.between.iter().any(|end| held.contains(end));
         if held && write.done.0 > 0 {
             return Ok(if write.done == write.len { Progress::Settled } else { Progress::Moving });
@@ -187,7 +202,11 @@ impl BlockEngine for Engine {
     }
 
     fn release(&mut self, write: WriteId) {
-        self.fabric.state().writes.remove(&write.0);
+        let mut state = self.fabric.state();
+        // What has failed may still come.
+        if state.writes.get(&write.0).is_some_and(|write| write.done == write.len) {
+            state.writes.remove(&write.0);
+        }
     }
 
     fn notify(&mut self, peer: EnginePeer, message: &[u8]) -> Result<(), EngineError> {

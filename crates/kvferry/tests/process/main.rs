@@ -11,6 +11,7 @@ mod common;
 mod drain;
 mod fleet;
 mod garbage;
+mod late;
 mod pairs;
 mod phases;
 mod refusals;

@@ -63,6 +63,11 @@ fn over_shm() {
     blows("shm");
 }
 
+#[test]
+fn over_mooncake_tcp() {
+    blows("mooncake-tcp");
+}
+
 /// Where a pair has several, the link is opened before the room is bound to one.
 #[test]
 fn over_either_when_prefill_opens_the_link() {
@@ -74,7 +79,7 @@ fn over_either_when_decode_opens_the_link() {
     blows("shm,tcp");
 }
 
-fn blows(transport: &str) {
+pub(crate) fn blows(transport: &str) {
     thread::scope(|scope| {
         for victim in [Side::Prefill, Side::Decode] {
             scope.spawn(move || Scene::start(transport, victim).play());
