@@ -89,8 +89,13 @@ fn many_requests_are_under_way() {
             back.chunks_mut(len).enumerate().map(|(i, into)| Read { address: address(i), into }).collect();
         lane.read(&mut reads).unwrap();
         assert!(back == bytes);
-        let stats = target.stats();
         let all = Bytes((count * len) as u64);
+        // What is served is counted once it has been sent, which its reader may be earlier than.
+        let since = Instant::now();
+        while target.stats().served != all && since.elapsed() < Duration::from_secs(10) {
+            thread::yield_now();
+        }
+        let stats = target.stats();
         assert_eq!((stats.landed, stats.served, stats.refused), (all, all, 0));
     }
 }

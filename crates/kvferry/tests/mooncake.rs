@@ -1,9 +1,16 @@
 //! The demo over Mooncake's engine. Without its package these tests are named in the summary as left out; with `KVFERRY_REQUIRE=mooncake`
 //! they fail.
 
-#![allow(clippy::unwrap_used, clippy::panic, clippy::print_stdout)]
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::print_stdout)]
 
 mod common;
+#[path = "process/fleet.rs"]
+#[allow(dead_code, reason = "the tests of the other transports use more of it")]
+mod fleet;
+#[path = "process/late.rs"]
+mod late;
+#[path = "process/phases.rs"]
+mod phases;
 
 use std::process::ExitCode;
 
@@ -13,10 +20,12 @@ use libtest_mimic::{Arguments, Failed, Trial};
 
 const COMPONENT: &str = "mooncake";
 
-const TESTS: [(&str, fn()); 4] = [
+const TESTS: [(&str, fn()); 6] = [
     ("every_layout_is_bit_equal", layouts),
     ("latent_rows_state_and_experts_are_bit_equal", models),
     ("a_fault_is_found_by_the_digest", fault),
+    ("stopped_and_killed_at_every_phase", || phases::blows("mooncake")),
+    ("who_sleeps_past_the_end_of_a_room_reaches_no_page", || late::asleep("mooncake")),
     ("a_pair_uses_it_only_where_both_want_it_most_or_have_nothing_else", mixed),
 ];
 

@@ -1,7 +1,7 @@
 //! The demo over NIXL. Without its library these tests are named in the summary as left out; with `KVFERRY_REQUIRE=nixl`
 //! they fail.
 
-#![allow(clippy::unwrap_used, clippy::panic, clippy::print_stdout)]
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::print_stdout)]
 
 mod common;
 #[path = "process/fleet.rs"]
