@@ -48,6 +48,9 @@ struct Scene {
     rooms: u128,
 }
 
+/// One of the two.
+type Which = fn(&Scene) -> &Peer;
+
 impl Scene {
     fn start(transport: &str, victim: &'static str) -> Self {
         let fleet = Fleet::start();
@@ -72,7 +75,7 @@ impl Scene {
         if self.victim == "prefill" { (peer, &self.other) } else { (&self.other, peer) }
     }
 
-    fn exact(&mut self, of: fn(&Self) -> &Peer, what: &str) {
+    fn exact(&mut self, of: Which, what: &str) {
         let ask = self.ask(200);
         let (prefill, decode) = self.pair(of(self));
         let tokens = run(&self.fleet, &ask, prefill, decode);
@@ -81,7 +84,7 @@ impl Scene {
 
     fn play(mut self) {
         let victim = self.victim;
-        let (sleeper, well): (fn(&Self) -> &Peer, fn(&Self) -> &Peer) = (|s| &s.sleeper, |s| &s.well);
+        let (sleeper, well): (Which, Which) = (|s| &s.sleeper, |s| &s.well);
         self.exact(sleeper, "at first");
         self.exact(well, "at first");
         let before = settled([&self.sleeper, &self.well, &self.other]);
