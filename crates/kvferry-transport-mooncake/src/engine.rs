@@ -149,6 +149,10 @@ impl BlockEngine for MooncakeEngine {
         lock(&self.outcomes).remove(&write);
     }
 
+    fn writes_alone(&self) -> bool {
+        true
+    }
+
     fn notify(&mut self, peer: EnginePeer, message: &[u8]) -> Result<(), EngineError> {
         const ACTION: &str = "send a notification";
         let text = str::from_utf8(message).map_err(|_| failed(ACTION, "it is no text"))?;

@@ -11,6 +11,8 @@ mod fleet;
 mod late;
 #[path = "process/phases.rs"]
 mod phases;
+#[path = "process/sidecars.rs"]
+mod sidecars;
 
 use std::process::ExitCode;
 
@@ -20,12 +22,14 @@ use libtest_mimic::{Arguments, Failed, Trial};
 
 const COMPONENT: &str = "mooncake";
 
-const TESTS: [(&str, fn()); 6] = [
+const TESTS: [(&str, fn()); 8] = [
     ("every_layout_is_bit_equal", layouts),
     ("latent_rows_state_and_experts_are_bit_equal", models),
     ("a_fault_is_found_by_the_digest", fault),
     ("stopped_and_killed_at_every_phase", || phases::blows("mooncake")),
     ("who_sleeps_past_the_end_of_a_room_reaches_no_page", || late::asleep("mooncake")),
+    ("a_sidecar_that_is_killed_costs_its_room_only", sidecars::killed),
+    ("no_sidecar_outlives_its_instance", sidecars::orphaned),
     ("a_pair_uses_it_only_where_both_want_it_most_or_have_nothing_else", mixed),
 ];
 

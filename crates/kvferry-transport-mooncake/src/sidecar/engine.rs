@@ -215,7 +215,6 @@ impl BlockEngine for SidecarEngine {
         let contact = serde_json::from_slice::<Contact>(metadata).ok();
         let contact = contact.filter(|contact| contact.engine.ip().is_loopback());
         let contact = contact.ok_or_else(|| failed("connect", "the peer gives no engine on loopback"))?;
-        self.leaving.retain(|sidecar| !sidecar.ended());
         let peer = EnginePeer(self.number());
         self.peers.insert(peer, Peer { contact, source: None });
         Ok(peer)
@@ -265,6 +264,10 @@ impl BlockEngine for SidecarEngine {
         lock(&self.outcomes).remove(&write);
     }
 
+    fn writes_alone(&self) -> bool {
+        true
+    }
+
     fn notify(&mut self, peer: EnginePeer, message: &[u8]) -> Result<(), EngineError> {
         let contact = self.peers.get(&peer).map(|peer| peer.contact.clone());
         let Some(Contact { engine, mailbox }) = contact else {
@@ -274,6 +277,8 @@ impl BlockEngine for SidecarEngine {
     }
 
     fn notifications(&mut self) -> Result<Vec<Vec<u8>>, EngineError> {
+        // Called now and then also when nothing happens.
+        self.leaving.retain(|sidecar| !sidecar.ended());
         self.target.heard()
     }
 }

@@ -99,20 +99,26 @@ pub(super) struct Agent {
     commands: mpsc::Sender<Command>,
     thread: Mutex<Option<JoinHandle<()>>>,
     gate: Option<Arc<dyn Gate>>,
+    writes_alone: bool,
 }
 
 impl Agent {
     pub(super) fn start(name: &str, engine: Box<dyn BlockEngine>) -> io::Result<Self> {
         let (commands, queue) = mpsc::channel();
-        let gate = engine.gate();
+        let (gate, writes_alone) = (engine.gate(), engine.writes_alone());
         let driver = Driver { engine, moving: Vec::new(), expected: Vec::new() };
         let thread = thread::Builder::new().name(name.into()).spawn(move || driver.run(&queue))?;
-        Ok(Self { commands, thread: Mutex::new(Some(thread)), gate })
+        Ok(Self { commands, thread: Mutex::new(Some(thread)), gate, writes_alone })
     }
 
     /// The engine's.
     pub(super) fn gate(&self) -> Option<Arc<dyn Gate>> {
         self.gate.clone()
+    }
+
+    /// The engine's.
+    pub(super) fn writes_alone(&self) -> bool {
+        self.writes_alone
     }
 
     pub(super) fn register(&self, memory: Arc<Buffer>) -> Result<BlockSpan, EngineError> {

@@ -84,7 +84,8 @@ pub enum Progress {
 /// An engine is used by one thread, which calls nothing else while one call runs. Its writes go on by themselves, here
 /// and at the other process, whether or not anybody calls. Dropping an engine closes it: no thread of its own touches
 /// registered memory of this process afterwards. What other processes have sent to it may still come, by means
-/// that the engine does not control; that is why memory is not given back before its writers are fenced.
+/// that the engine does not control; that is why memory is not given back before its writers are fenced, unless
+/// [`Self::writes_alone`].
 pub trait BlockEngine: Send + fmt::Debug {
     /// Makes memory known, as a source and as a target of writes, and keeps it.
     ///
@@ -136,6 +137,12 @@ pub trait BlockEngine: Send + fmt::Debug {
     /// from a grant until its writer has settled.
     fn gate(&self) -> Option<Arc<dyn Gate>> {
         None
+    }
+
+    /// True when registered memory is written by threads and processes of this engine only, whoever sends: once it is dropped,
+    /// nobody writes it.
+    fn writes_alone(&self) -> bool {
+        false
     }
 
     /// Sends a short message that stands by itself. It is not ordered with writes that have not settled.

@@ -158,6 +158,7 @@ impl Host {
         era.agent.close();
         if let Some(bank) = era.bank.get()
             && !bank.close()
+            && !era.agent.writes_alone()
         {
             lock(&self.retired).push(Arc::clone(bank));
         }

@@ -29,9 +29,12 @@ const PEER: Incarnation = Incarnation { started_ms: 2, nonce: 2 };
 const PATIENCE: Duration = Duration::from_secs(20);
 const SLOT: u32 = 4096;
 
-/// An engine that moves nothing, and hears what a test says.
-#[derive(Debug, Default)]
-struct Still(Arc<Mutex<Vec<Vec<u8>>>>);
+/// An engine that moves nothing, hears what a test says, and may be the only one to write its memory.
+#[derive(Debug)]
+struct Still {
+    heard: Arc<Mutex<Vec<Vec<u8>>>>,
+    alone: bool,
+}
 
 impl BlockEngine for Still {
     fn register(
@@ -66,12 +69,16 @@ impl BlockEngine for Still {
 
     fn release(&mut self, _: WriteId) {}
 
+    fn writes_alone(&self) -> bool {
+        self.alone
+    }
+
     fn notify(&mut self, _: EnginePeer, _: &[u8]) -> Result<(), EngineError> {
         Ok(())
     }
 
     fn notifications(&mut self) -> Result<Vec<Vec<u8>>, EngineError> {
-        Ok(std::mem::take(&mut *lock(&self.0)))
+        Ok(std::mem::take(&mut *lock(&self.heard)))
     }
 }
 
@@ -90,11 +97,18 @@ impl Drop for World {
 }
 
 fn world(stall: Duration) -> World {
+    world_of(stall, false)
+}
+
+fn world_of(stall: Duration, alone: bool) -> World {
     let heard = Arc::<Mutex<Vec<Vec<u8>>>>::default();
     let theirs = Arc::clone(&heard);
     let limits = Limits { stall, connect: Duration::from_millis(300), ..Limits::default() };
     let options = SlotOptions { slot: Bytes(SLOT.into()), slots: 2, staging: 1, window: 1, kept: 1 };
-    let start = Box::new(move || Ok(Box::new(Still(Arc::clone(&theirs))) as Box<dyn BlockEngine>));
+    let start = Box::new(move || {
+        let heard = Arc::clone(&theirs);
+        Ok(Box::new(Still { heard, alone }) as Box<dyn BlockEngine>)
+    });
     let end = Slots::new(Setup { limits, ..Setup::new(US) }, options, ("still", "none"), start).unwrap();
     World { end, heard, process: Command::new("sleep").arg("600").spawn().unwrap() }
 }
@@ -277,6 +291,39 @@ fn silence() {
     };
     assert!(matches!(hear(&mut idle), Some(Reply::Slot(slot)) if slot.era == memory.era && slot.era == 2));
     assert_eq!((world.end.stats().stalled, world.end.stats().renewed), (1, 1));
+}
+
+/// Memory of an agent that was closed is kept for writers that may still reach it, and they get no more; of an engine that is
+/// the only one to write it, none is kept.
+#[test]
+fn closed_agents_keep_what_others_may_write() {
+    for alone in [false, true] {
+        let world = world_of(PATIENCE, alone);
+        let mut refused = 0;
+        for era in 1..=4 {
+            let mut stream = world.dial();
+            for _ in 0..2 {
+                // What is refused is so at once.
+                let _ = stream.write_all(&wire::tagged(&Request::Ask));
+                let answer = loop {
+                    match hear(&mut stream) {
+                        Some(Reply::Wait | Reply::Memory(_)) => {}
+                        answer => break answer,
+                    }
+                };
+                match answer {
+                    Some(Reply::Slot(slot)) if slot.era == era => {}
+                    Some(Reply::Failed(_)) | None if !alone && era > 1 => refused += 1,
+                    other => panic!("{alone} {era}: {other:?}"),
+                }
+            }
+            drop(stream);
+            if alone {
+                world.until("fenced off", 0, 2);
+            }
+        }
+        assert_eq!((refused > 0, world.end.stats().renewed), (!alone, if alone { 3 } else { 1 }));
+    }
 }
 
 /// An engine that does not understand the peer's, or that hears nothing of it, serves no link, and says why.
