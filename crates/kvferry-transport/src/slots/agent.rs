@@ -208,6 +208,8 @@ impl Driver {
             while let Some(command) = next {
                 closing |= matches!(command, Command::Close);
                 self.carry_out(command);
+                // To start a write may take as long as to move the block: others may have settled meanwhile.
+                self.look();
                 next = commands.try_recv().ok();
             }
             if closing {

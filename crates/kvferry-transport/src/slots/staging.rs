@@ -1,7 +1,6 @@
 //! The source's blocks: packed here, read from here by the engine.
 
 use std::{
-    collections::VecDeque,
     sync::{Arc, Condvar, Mutex, PoisonError},
     time::Duration,
 };
@@ -21,7 +20,8 @@ pub(super) struct Staging {
     buffer: Arc<Buffer>,
     span: BlockSpan,
     each: Bytes,
-    free: Mutex<VecDeque<u32>>,
+    /// What was used last is taken first: it may still be in the processor's cache.
+    free: Mutex<Vec<u32>>,
     freed: Condvar,
     counters: Arc<Counters>,
 }
@@ -41,7 +41,7 @@ impl Staging {
             .freed
             .wait_timeout_while(free, wait, |free| free.is_empty())
             .unwrap_or_else(PoisonError::into_inner);
-        let index = free.pop_front()?;
+        let index = free.pop()?;
         let gauge = Gauge::new(&self.counters, |c| &c.staged);
         Some(Block { staging: Arc::clone(self), index, _gauge: gauge })
     }
@@ -73,7 +73,7 @@ impl Block {
 
 impl Drop for Block {
     fn drop(&mut self) {
-        lock(&self.staging.free).push_back(self.index);
+        lock(&self.staging.free).push(self.index);
         self.staging.freed.notify_one();
     }
 }
