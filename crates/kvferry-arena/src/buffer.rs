@@ -4,7 +4,7 @@
 
 use std::{
     io,
-    os::fd::{AsFd, OwnedFd},
+    os::fd::{AsFd, BorrowedFd, OwnedFd},
     sync::{Arc, Mutex, PoisonError},
 };
 
@@ -14,7 +14,8 @@ use rustix::fs::{
 };
 
 use crate::{
-    ArenaError, Packed, PackedMut, Span,
+    ArenaError, Packed, PackedMut, Span, Wait,
+    io::{receive as receive_into, send as send_from},
     mmap::{Access, Mapping},
 };
 
@@ -128,5 +129,24 @@ impl Buffer {
     /// [`ArenaError::OutOfBounds`].
     pub fn write(&self, offset: Bytes, data: &[u8]) -> Result<(), ArenaError> {
         self.mapping.write(offset, data)
+    }
+
+    /// Sends bytes of `span` over a stream socket, straight from here. One call: returns how many bytes the socket took;
+    /// these are not read here again.
+    ///
+    /// # Errors
+    /// [`ArenaError::OutOfBounds`], [`ArenaError::Socket`].
+    pub fn send_to(&self, socket: BorrowedFd<'_>, span: Span) -> Result<usize, ArenaError> {
+        send_from(&self.mapping, socket, &[span])
+    }
+
+    /// Receives what has come over a stream socket into `span`. One call: returns how many bytes came, 0 when the peer has
+    /// closed.
+    ///
+    /// # Errors
+    /// [`ArenaError::Socket`] with [`io::ErrorKind::WouldBlock`] when nothing has come in time, and with what the socket
+    /// says else; [`ArenaError::OutOfBounds`].
+    pub fn receive_from(&self, socket: BorrowedFd<'_>, span: Span, wait: Wait) -> Result<usize, ArenaError> {
+        receive_into(&self.mapping, socket, &[span], wait)
     }
 }

@@ -6,7 +6,7 @@ use std::{
     sync::Arc,
 };
 
-use kvferry_arena::Buffer;
+use kvferry_arena::{Buffer, Span};
 use kvferry_transport::{
     DeviceId, MemoryKind,
     slots::{BlockEngine, BlockSpan, EngineError, EnginePeer, Gate, Progress, WriteId},
@@ -125,7 +125,8 @@ impl BlockEngine for MooncakeEngine {
         if local.len != remote.len {
             return Err(failed(ACTION, "the block and its place are not equally long"));
         }
-        let block = Block { id, buffer, at, len: local.len, to: Address(remote.address) };
+        let from = Span { offset: at, len: local.len };
+        let block = Block { id, buffer, from, to: Address(remote.address) };
         let sender = self.peer(peer, ACTION)?;
         lock(&self.outcomes).insert(id, None);
         if !sender.write(block) {

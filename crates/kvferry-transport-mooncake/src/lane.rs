@@ -4,9 +4,11 @@ use std::{
     collections::VecDeque,
     io::{self, ErrorKind, IoSlice, Read as _, Write as _},
     net::{Shutdown, SocketAddr, TcpStream},
+    os::fd::AsFd,
     time::Duration,
 };
 
+use kvferry_arena::{ArenaError, Buffer, Span};
 use kvferry_plan::Bytes;
 
 use crate::{
@@ -75,12 +77,45 @@ impl Lane {
         self.run(|lane| lane.read_all(reads))
     }
 
+    /// Sends a span of a buffer to `to`, and does not wait for its status: [`Self::confirm`] does. When this returns, however
+    /// it ends, nothing is read from the buffer any more.
+    pub(crate) fn send_span(
+        &mut self,
+        to: Address,
+        buffer: &Buffer,
+        mut span: Span,
+    ) -> Result<Request, MooncakeError> {
+        self.run(|lane| {
+            let request = request(Opcode::Write, to, span.len.index());
+            lane.send(&mut [IoSlice::new(&request.encode())]).map_err(|error| lane.lost(error))?;
+            while span.len.0 > 0 {
+                let sent = match buffer.send_to(lane.stream.as_fd(), span) {
+                    Ok(sent) => Bytes(sent as u64),
+                    Err(ArenaError::Socket(error)) if error.kind() == ErrorKind::Interrupted => continue,
+                    Err(ArenaError::Socket(error)) => return Err(lane.lost(error)),
+                    Err(error) => return Err(lane.lost(io::Error::other(error))),
+                };
+                span = Span { offset: Bytes(span.offset.0 + sent.0), len: Bytes(span.len.0 - sent.0) };
+            }
+            Ok(request)
+        })
+    }
+
+    /// Waits for the status of the span that was sent first of those that have none.
+    pub(crate) fn confirm(&mut self, sent: &Request) -> Result<(), MooncakeError> {
+        self.run(|lane| {
+            let mut status = [0; STATUS];
+            lane.fill(&mut status)?;
+            lane.check(status, Some(sent))
+        })
+    }
+
     /// To break it off from another thread.
     pub(crate) fn hang_up(&self) -> Result<HangUp, MooncakeError> {
         self.stream.try_clone().map(HangUp).map_err(|error| self.lost(error))
     }
 
-    fn run(&mut self, f: impl FnOnce(&mut Self) -> Result<(), MooncakeError>) -> Result<(), MooncakeError> {
+    fn run<T>(&mut self, f: impl FnOnce(&mut Self) -> Result<T, MooncakeError>) -> Result<T, MooncakeError> {
         if self.closed {
             return Err(MooncakeError::Closed { peer: self.peer });
         }
@@ -97,7 +132,7 @@ impl Lane {
         let mut rest = writes.iter().filter(|write| !write.bytes.is_empty()).peekable();
         while rest.peek().is_some() {
             let together: Vec<_> = rest.by_ref().take(TOGETHER.min(self.window)).collect();
-            self.confirm(&mut due, self.window - together.len())?;
+            self.confirm_some(&mut due, self.window - together.len())?;
             let headers: Vec<_> = together
                 .iter()
                 .map(|write| request(Opcode::Write, write.address, write.bytes.len()).encode())
@@ -110,17 +145,17 @@ impl Lane {
             if let Err(error) = self.send(&mut slices.collect::<Vec<_>>()) {
                 // Who refuses closes the connection, and says so first.
                 let gone = self.lost(error);
-                return Err(match self.confirm(&mut due, 0) {
+                return Err(match self.confirm_some(&mut due, 0) {
                     Err(refused @ MooncakeError::Refused { .. }) => refused,
                     _ => gone,
                 });
             }
         }
-        self.confirm(&mut due, 0)
+        self.confirm_some(&mut due, 0)
     }
 
     /// Takes statuses until only `left` are due.
-    fn confirm(&mut self, due: &mut VecDeque<Request>, left: usize) -> Result<(), MooncakeError> {
+    fn confirm_some(&mut self, due: &mut VecDeque<Request>, left: usize) -> Result<(), MooncakeError> {
         let mut statuses = [0; STATUS * 64];
         let mut held = 0;
         while due.len() > left {

@@ -36,5 +36,5 @@ pub use lane::{Lane, Read, Write};
 pub use limits::Limits;
 pub use peer::Peer;
 pub use start::start;
-pub use target::{Access, Ranges, Target, TargetStats};
+pub use target::{Access, Ranges, Received, Target, TargetStats};
 pub use wire::{Address, Description, Notification, Region};

@@ -1,18 +1,23 @@
 //! The memory of an engine: staging that it reads, and landing slots that peers write while they are open.
 
 use std::{
+    io,
     ops::Range,
+    os::fd::BorrowedFd,
     sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock},
 };
 
-use kvferry_arena::Buffer;
+use kvferry_arena::{ArenaError, Buffer, Span, Wait};
 use kvferry_plan::Bytes;
 use kvferry_transport::slots::{BlockSpan, Gate};
 
-use crate::{Access, Address, Notification, Ranges, Region};
+use crate::{Access, Address, Notification, Ranges, Received, Region};
 
 /// Notifications that nobody has heard; more are not taken.
 const UNHEARD: usize = 1024;
+
+/// Bytes that are received while nobody can shut a slot.
+const PIECE: u64 = 512 << 10;
 
 /// What an engine has registered. Its addresses are invented, and nobody who asks is told of them: a peer hears of its slots
 /// from the transport.
@@ -109,6 +114,20 @@ impl Ranges for Registered {
         let state = self.state.read().unwrap_or_else(PoisonError::into_inner);
         let place = state.find(region).filter(|_| state.is_open(region));
         place.is_some_and(|(buffer, at)| buffer.write(at, piece).is_ok())
+    }
+
+    fn receive(&self, rest: Region, socket: BorrowedFd<'_>) -> io::Result<Received> {
+        let piece = Region { len: Bytes(rest.len.0.min(PIECE)), ..rest };
+        // As above. It does not wait for bytes to come.
+        let state = self.state.read().unwrap_or_else(PoisonError::into_inner);
+        let Some((buffer, offset)) = state.find(piece).filter(|_| state.is_open(piece)) else {
+            return Ok(Received::Refused);
+        };
+        match buffer.receive_from(socket, Span { offset, len: piece.len }, Wait::Never) {
+            Ok(landed) => Ok(Received::Landed(Bytes(landed as u64))),
+            Err(ArenaError::Socket(error)) => Err(error),
+            Err(error) => Err(io::Error::other(error)),
+        }
     }
 
     fn serve(&self, _: Address, _: &mut [u8]) -> bool {

@@ -1,7 +1,7 @@
 //! What an engine sends to one peer, on a thread of its own.
 
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, VecDeque},
     io,
     net::SocketAddr,
     sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc},
@@ -9,12 +9,13 @@ use std::{
     time::Instant,
 };
 
-use kvferry_arena::Buffer;
-use kvferry_plan::Bytes;
+use kvferry_arena::{Buffer, Span};
 use kvferry_transport::slots::WriteId;
 
 use crate::{
-    Address, Description, Lane, Limits, MooncakeError, Notification, Peer, Write, lane::HangUp, wire::VERSION,
+    Address, Description, Lane, Limits, MooncakeError, Notification, Peer,
+    lane::HangUp,
+    wire::{Request, VERSION},
 };
 
 /// How writes stand; `None` while one is under way.
@@ -28,8 +29,7 @@ pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 pub(crate) struct Block {
     pub(crate) id: WriteId,
     pub(crate) buffer: Arc<Buffer>,
-    pub(crate) at: Bytes,
-    pub(crate) len: Bytes,
+    pub(crate) from: Span,
     pub(crate) to: Address,
 }
 
@@ -76,10 +76,8 @@ impl Sender {
         let open = Open::new(Mutex::new(Some(Vec::new())));
         let (limits, theirs) = (limits.clone(), Arc::clone(&open));
         let handle = thread::Builder::new().name("mooncake-out".into()).spawn(move || {
-            let mut sending = Sending { control, limits, outcomes, open: theirs, lane: None };
-            while let Ok(first) = queue.recv() {
-                sending.run(first, &queue);
-            }
+            let due = VecDeque::new();
+            Sending { control, limits, outcomes, open: theirs, lane: None, due }.run(&queue);
         })?;
         Ok(Self { commands, thread: Thread { open, handle } })
     }
@@ -106,31 +104,61 @@ struct Sending {
     outcomes: Outcomes,
     open: Open,
     lane: Option<(Lane, Instant)>,
+    /// Sent, and without a status.
+    due: VecDeque<(WriteId, Request)>,
 }
 
 impl Sending {
-    /// Carries out a command, and with a write all others that wait: they go out one behind the other.
-    fn run(&mut self, first: Command, queue: &mpsc::Receiver<Command>) {
-        let mut blocks = Vec::new();
-        for command in [first].into_iter().chain(queue.try_iter()) {
-            match command {
-                Command::Write(block) => blocks.push(block),
-                Command::Notify(notification) => self.notify(&notification),
+    /// Carries out commands, and takes statuses when there is nothing else to do.
+    fn run(mut self, queue: &mpsc::Receiver<Command>) {
+        loop {
+            let wait = self.due.is_empty();
+            let next = if wait { queue.recv().ok() } else { queue.try_recv().ok() };
+            match next {
+                Some(Command::Write(block)) => self.write(&block),
+                Some(Command::Notify(notification)) => self.notify(&notification),
+                None if wait => return,
+                None => self.confirm(),
             }
         }
-        if blocks.is_empty() {
-            return;
+    }
+
+    fn write(&mut self, block: &Block) {
+        // Statuses that nobody takes must fit the buffers of the kernel.
+        while self.due.len() >= self.limits.window.max(1) {
+            self.confirm();
         }
-        let outcome = self.write(&blocks).map_err(|error| error.to_string());
-        if outcome.is_err() {
-            self.lane = None;
-        }
-        let mut outcomes = lock(&self.outcomes);
-        for block in &blocks {
-            // Nobody may want to know any more.
-            if let Some(known) = outcomes.get_mut(&block.id) {
-                *known = Some(outcome.clone());
+        let Block { id, buffer, from, to } = block;
+        match self.lane().and_then(|lane| lane.send_span(*to, buffer, *from)) {
+            Ok(request) => self.due.push_back((*id, request)),
+            Err(error) => {
+                self.lose(&error);
+                self.ended(*id, Err(error.to_string()));
             }
+        }
+    }
+
+    fn confirm(&mut self) {
+        let (Some((id, request)), Some((lane, _))) = (self.due.pop_front(), &mut self.lane) else { return };
+        let outcome = lane.confirm(&request);
+        if let Err(error) = &outcome {
+            self.lose(error);
+        }
+        self.ended(id, outcome.map_err(|error| error.to_string()));
+    }
+
+    /// The connection is gone, and with it what was due.
+    fn lose(&mut self, error: &MooncakeError) {
+        self.lane = None;
+        for (id, _) in std::mem::take(&mut self.due) {
+            self.ended(id, Err(error.to_string()));
+        }
+    }
+
+    fn ended(&self, write: WriteId, outcome: Result<(), String>) {
+        // Nobody may want to know any more.
+        if let Some(known) = lock(&self.outcomes).get_mut(&write) {
+            *known = Some(outcome);
         }
     }
 
@@ -143,14 +171,6 @@ impl Sending {
 
     fn peer(&self) -> Result<Peer, MooncakeError> {
         Peer::new(self.control, self.limits.clone())
-    }
-
-    fn write(&mut self, blocks: &[Block]) -> Result<(), MooncakeError> {
-        let copies: Vec<_> = blocks.iter().map(Block::bytes).collect();
-        let writes: Vec<_> =
-            blocks.iter().zip(&copies).map(|(block, bytes)| Write { address: block.to, bytes }).collect();
-        let lane = self.lane()?;
-        lane.write(&writes)
     }
 
     /// A connection, unless the peer may have closed the one that there is because it was idle.
@@ -176,16 +196,5 @@ impl Sending {
             None => hang_up.hang_up(),
         }
         Ok(lane)
-    }
-}
-
-impl Block {
-    /// A copy: what is sent is not read again from memory that may be used for something else after a failure.
-    fn bytes(&self) -> Vec<u8> {
-        let mut bytes = vec![0; self.len.index()];
-        // It was found in this buffer, so it is inside.
-        let read = self.buffer.read(self.at, &mut bytes);
-        debug_assert!(read.is_ok(), "{read:?}");
-        bytes
     }
 }

@@ -6,6 +6,7 @@ use std::{
     io::{self, ErrorKind, Read, Write},
     net::{IpAddr, Shutdown, SocketAddr, TcpStream},
     ops::Range,
+    os::fd::{AsFd, BorrowedFd},
     sync::{
         Arc,
         atomic::{AtomicU64, Ordering},
@@ -26,6 +27,8 @@ mod door;
 
 /// Bytes that are received or sent at a time.
 const CHUNK: usize = 256 << 10;
+/// A request that is worth calls of its own, so that its bytes need not go through a buffer.
+const LARGE: u64 = 64 << 10;
 /// What a refused peer may still have sent, and is thrown away so that it hears of the refusal.
 const DISCARD: usize = 16 << 20;
 
@@ -38,6 +41,17 @@ pub enum Access {
     Write,
 }
 
+/// What came of receiving straight into memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Received {
+    /// So many bytes; none at the end of the stream.
+    Landed(Bytes),
+    /// This memory is not received into: pieces of it are to be landed.
+    InPieces,
+    /// It is not granted any more.
+    Refused,
+}
+
 /// The memory behind a [`Target`], and who may have which of it. Called on threads of the target, several at a time.
 pub trait Ranges: Send + Sync + 'static {
     /// What whoever asks is told. Others may be granted, too.
@@ -48,6 +62,14 @@ pub trait Ranges: Send + Sync + 'static {
 
     /// Lands a piece of a granted write; pieces come in order. False when it is not granted any more.
     fn land(&self, at: Address, piece: &[u8]) -> bool;
+
+    /// Receives what has come of the rest of a granted write over its connection straight into memory, without waiting.
+    ///
+    /// # Errors
+    /// The connection's, [`ErrorKind::WouldBlock`] when nothing has come.
+    fn receive(&self, _: Region, _: BorrowedFd<'_>) -> io::Result<Received> {
+        Ok(Received::InPieces)
+    }
 
     /// Fills a piece of a granted read. False when it is not granted any more.
     fn serve(&self, at: Address, piece: &mut [u8]) -> bool;
@@ -218,6 +240,33 @@ impl Served {
         }
     }
 
+    /// Lands some bytes of the rest of a write.
+    fn land(&self, inlet: &mut Inlet<'_>, rest: Region) -> Result<Bytes, Ended> {
+        let piece = inlet.piece(rest.len.0)?;
+        let landed = Bytes(piece.len() as u64);
+        if !self.ranges.land(rest.address, piece) {
+            return inlet.refuse();
+        }
+        inlet.take(landed.index());
+        Ok(landed)
+    }
+
+    /// As above, straight into memory, once nothing is held; `None` where that is not possible.
+    fn receive(&self, inlet: &mut Inlet<'_>, rest: Region) -> Result<Option<Bytes>, Ended> {
+        while inlet.held.is_empty() {
+            match self.ranges.receive(rest, inlet.stream.as_fd()) {
+                Ok(Received::Landed(Bytes(0))) => return Err(Ended::Lost(ErrorKind::UnexpectedEof.into())),
+                Ok(Received::Landed(landed)) => return Ok(Some(landed)),
+                Ok(Received::InPieces) => break,
+                Ok(Received::Refused) => return inlet.refuse(),
+                Err(error) if error.kind() == ErrorKind::WouldBlock => inlet.wait().map_err(Ended::Lost)?,
+                Err(error) if error.kind() == ErrorKind::Interrupted => {}
+                Err(error) => return Err(Ended::Lost(error)),
+            }
+        }
+        Ok(None)
+    }
+
     fn serve(&self, inlet: &mut Inlet<'_>, request: &Request) -> Result<(), Ended> {
         let Request { opcode, address, len, status } = *request;
         if !status {
@@ -239,15 +288,17 @@ impl Served {
             Opcode::Write => {
                 let mut done = 0;
                 while done < len.0 {
-                    let piece = inlet.piece(len.0 - done)?;
-                    if !self.ranges.land(Address(address.0 + done), piece) {
-                        return inlet.refuse();
-                    }
-                    let n = piece.len();
-                    inlet.take(n);
-                    done += n as u64;
-                    add(&self.counters.landed, n as u64);
+                    let rest = Region { address: Address(address.0 + done), len: Bytes(len.0 - done) };
+                    let landed = if len.0 < LARGE { None } else { self.receive(inlet, rest)? };
+                    let landed = match landed {
+                        Some(landed) => landed,
+                        None => self.land(inlet, rest)?,
+                    };
+                    done += landed.0;
+                    add(&self.counters.landed, landed.0);
                 }
+                // The next request is likely as long.
+                inlet.ahead = if len.0 < LARGE { CHUNK } else { REQUEST };
                 inlet.answer(Status::Done);
             }
             Opcode::Read => {
@@ -288,6 +339,8 @@ struct Inlet<'a> {
     stall: Duration,
     idle: Duration,
     buffer: Vec<u8>,
+    /// Bytes that are taken at most when a request is due.
+    ahead: usize,
     held: Range<usize>,
     answers: Vec<u8>,
 }
@@ -295,7 +348,7 @@ struct Inlet<'a> {
 impl<'a> Inlet<'a> {
     fn new(stream: &'a TcpStream, limits: &Limits) -> Self {
         let Limits { stall, idle, .. } = *limits;
-        Self { stream, stall, idle, buffer: vec![0; CHUNK], held: 0..0, answers: Vec::new() }
+        Self { stream, stall, idle, buffer: vec![0; CHUNK], ahead: CHUNK, held: 0..0, answers: Vec::new() }
     }
 
     fn request(&mut self) -> Result<Request, Ended> {
@@ -315,7 +368,7 @@ impl<'a> Inlet<'a> {
     fn first(&mut self) -> Result<&[u8], Ended> {
         let since = Instant::now();
         loop {
-            match self.come() {
+            match self.come(self.ahead) {
                 Ok(()) => return Ok(&self.buffer[self.held.clone()]),
                 Err(error) if timed_out(&error) && since.elapsed() + self.stall <= self.idle => {}
                 Err(error) if timed_out(&error) || error.kind() == ErrorKind::UnexpectedEof => {
@@ -328,17 +381,17 @@ impl<'a> Inlet<'a> {
 
     /// Up to `most` bytes that have come, at least one.
     fn piece(&mut self, most: u64) -> Result<&[u8], Ended> {
-        self.come().map_err(Ended::Lost)?;
+        self.come(CHUNK).map_err(Ended::Lost)?;
         let held = &self.buffer[self.held.clone()];
         Ok(&held[..held.len().min(usize::try_from(most).unwrap_or(usize::MAX))])
     }
 
-    /// Waits until something is held.
-    fn come(&mut self) -> io::Result<()> {
+    /// Waits until something is held, of which at most `most` bytes are taken.
+    fn come(&mut self, most: usize) -> io::Result<()> {
         while self.held.is_empty() {
             self.flush()?;
             let mut from = self.stream;
-            match from.read(&mut self.buffer) {
+            match from.read(self.buffer.get_mut(..most).unwrap_or_default()) {
                 Ok(0) => return Err(ErrorKind::UnexpectedEof.into()),
                 Ok(n) => self.held = 0..n,
                 Err(error) if error.kind() == ErrorKind::Interrupted => {}
@@ -346,6 +399,15 @@ impl<'a> Inlet<'a> {
             }
         }
         Ok(())
+    }
+
+    /// Waits until something has come that is not held, or the connection has ended.
+    fn wait(&mut self) -> io::Result<()> {
+        self.flush()?;
+        match self.stream.peek(&mut [0]) {
+            Err(error) if error.kind() != ErrorKind::Interrupted => Err(error),
+            _ => Ok(()),
+        }
     }
 
     fn take(&mut self, n: usize) {
@@ -366,7 +428,7 @@ impl<'a> Inlet<'a> {
         self.flush().and_then(|()| to.write_all(bytes)).map_err(Ended::Lost)
     }
 
-    fn refuse(&mut self) -> Result<(), Ended> {
+    fn refuse<T>(&mut self) -> Result<T, Ended> {
         self.answer(Status::Refused);
         self.flush().map_err(Ended::Lost)?;
         Err(Ended::Refused)

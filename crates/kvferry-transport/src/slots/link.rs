@@ -391,8 +391,9 @@ impl Sink for Outbound {
             None => self.block(stop)?,
         };
         // Turns that are certain to come: none is longer than a block.
-        let ahead = left.0.div_ceil(self.turn().1.0.max(1)).min(AHEAD);
-        while (self.reserved.len() as u64) < ahead {
+        let certain = left.0.div_ceil(self.turn().1.0.max(1)).min(AHEAD) as usize;
+        let ahead = certain.min(window.saturating_sub(self.flights.len() + 1));
+        while self.reserved.len() < ahead {
             let Some(block) = self.host.block(&self.era, Duration::ZERO)? else { break };
             self.reserved.push_back(block);
         }

@@ -47,7 +47,7 @@ pub struct SlotOptions {
     pub slots: u32,
     /// Blocks that are packed or on their way, over all links. Taken with the first job.
     pub staging: u32,
-    /// Blocks of one link that are on their way.
+    /// Blocks of one link that are packed or on their way, or for which it asks for a slot already.
     pub window: u32,
     /// Landing memory of closed agents that is kept at most, because somebody may still write it.
     pub kept: u32,
@@ -55,7 +55,7 @@ pub struct SlotOptions {
 
 impl Default for SlotOptions {
     fn default() -> Self {
-        Self { slot: Bytes(2 << 20), slots: 16, staging: 16, window: 4, kept: 8 }
+        Self { slot: Bytes(2 << 20), slots: 16, staging: 16, window: 6, kept: 8 }
     }
 }
 
