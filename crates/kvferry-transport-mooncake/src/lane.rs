@@ -10,6 +10,7 @@ use std::{
 
 use kvferry_arena::{ArenaError, Buffer, Span};
 use kvferry_plan::Bytes;
+use kvferry_transport::loopback::connect_within;
 
 use crate::{
     Address, Limits, MooncakeError, stream,
@@ -53,7 +54,8 @@ pub struct Lane {
 
 impl Lane {
     pub(crate) fn connect(data: SocketAddr, limits: &Limits) -> Result<Self, MooncakeError> {
-        let stream = TcpStream::connect_timeout(&data, limits.connect)
+        let stream = connect_within(data, limits.connect)
+            .map(TcpStream::from)
             .map_err(|error| stream::lost(data, limits.connect, error))?;
         stream::bound(&stream, limits.stall).map_err(|error| stream::lost(data, limits.stall, error))?;
         // Answers of the whole window must fit the buffers of the kernel: nobody takes them while requests are sent.

@@ -29,8 +29,12 @@ struct End {
 
 impl End {
     fn start() -> Self {
+        Self::with(LEN)
+    }
+
+    fn with(len: u64) -> Self {
         let mut engine = MooncakeEngine::new(Ipv4Addr::LOCALHOST.into(), Limits::default()).unwrap();
-        let memory = Arc::new(Buffer::new("test", Bytes(LEN)).unwrap());
+        let memory = Arc::new(Buffer::new("test", Bytes(len)).unwrap());
         let span = engine.register(Arc::clone(&memory), MemoryKind::Host, DeviceId(0)).unwrap();
         Self { engine, memory, span }
     }
@@ -83,6 +87,52 @@ fn only_open_slots_are_written() {
     let theirs = source.span;
     assert!(target.write(back, theirs).is_err());
     assert_eq!(source.filled(), LEN);
+}
+
+/// A block that is long is received straight into its slot: byte for byte, next to others, and nothing of it once the slot is
+/// shut.
+#[test]
+fn long_blocks_land_in_open_slots_only() {
+    const LONG: u64 = 8 << 20;
+    let (mut source, mut target) = (End::with(LONG), End::with(LONG));
+    let noise: Vec<u8> = (0..LONG).map(|i| (i.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 56) as u8).collect();
+    source.memory.write(Bytes(0), &noise).unwrap();
+    let gate = target.engine.gate().unwrap();
+    let peer = source.engine.connect(&target.engine.metadata().unwrap()).unwrap();
+    let landed = |target: &End| {
+        let mut bytes = vec![0; LONG as usize];
+        target.memory.read(Bytes(0), &mut bytes).unwrap();
+        bytes
+    };
+    // Lengths around those from which on nothing goes through a buffer.
+    let mut at = 0;
+    for len in [(64 << 10) - 1, 64 << 10, (64 << 10) + 1, (1 << 20) + 77, 5] {
+        let slot = target.span.part(Bytes(at), Bytes(len)).unwrap();
+        gate.open(slot);
+        source.write(peer, slot).unwrap();
+        gate.shut(slot);
+        at += len + 3;
+        let all = landed(&target);
+        let (from, to) = ((at - len - 3) as usize, (at - 3) as usize);
+        assert!(all[from..to] == noise[..len as usize], "{len} bytes");
+        assert!(all[to..].iter().all(|byte| *byte == 0), "{len} bytes");
+    }
+    // Shut in the middle: what is there then stays as it is, and the source hears that it was refused, or that all had come.
+    for round in 0..20 {
+        target.memory.write(Bytes(0), &vec![0; LONG as usize]).unwrap();
+        gate.open(target.span);
+        let write = source.engine.write(peer, source.span, target.span).unwrap();
+        thread::sleep(Duration::from_micros(150 * round));
+        gate.shut(target.span);
+        let then = landed(&target);
+        while let Ok(Progress::Moving) = source.engine.poll(write) {
+            thread::sleep(Duration::from_millis(1));
+        }
+        let all = source.engine.poll(write).is_ok();
+        source.engine.release(write);
+        assert!(landed(&target) == then, "round {round}: it was written after it was shut");
+        assert_eq!(then == noise, all, "round {round}");
+    }
 }
 
 /// Who merely asks hears of no memory, and nothing can be read.

@@ -30,7 +30,7 @@ mod inject;
 mod job;
 mod listener;
 mod local;
-mod loopback;
+pub mod loopback;
 mod mem;
 mod push;
 mod queue;

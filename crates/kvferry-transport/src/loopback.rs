@@ -1,9 +1,10 @@
-//! Listening and connecting over loopback TCP, in bounded time.
+//! Listening and connecting over loopback TCP, in bounded time. Transports of other crates tune their sockets here, too.
 
 use std::{
     io,
     net::{IpAddr, SocketAddr, TcpListener},
-    os::fd::AsFd,
+    os::fd::{AsFd, OwnedFd},
+    time::Duration,
 };
 
 use kvferry_plan::Incarnation;
@@ -53,20 +54,24 @@ pub(crate) fn dial(
     }
     let gone =
         |error: io::Error| TransportError::PeerGone { endpoint: endpoint.clone(), reason: error.to_string() };
-    let socket = connect_to(address, limits).map_err(gone)?;
+    let socket = connect_within(address, limits.connect).and_then(|fd| Socket::new(fd, limits.stall));
+    let socket = socket.map_err(gone)?;
     socket.greet(from, peer.incarnation, limits.connect, endpoint)?;
     Ok(socket)
 }
 
-/// Connects in bounded time.
-fn connect_to(address: SocketAddr, limits: &Limits) -> io::Result<Socket> {
+/// Connects with a socket that is tuned, within `limit`. How long its calls may take is up to the caller.
+///
+/// # Errors
+/// Those of the system, [`io::ErrorKind::TimedOut`] among them.
+pub fn connect_within(address: SocketAddr, limit: Duration) -> io::Result<OwnedFd> {
     let family = if address.is_ipv4() { AddressFamily::INET } else { AddressFamily::INET6 };
     loop {
         let fd = socket_with(family, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
         tune(&fd);
-        set_socket_timeout(&fd, Timeout::Send, Some(limits.connect))?;
+        set_socket_timeout(&fd, Timeout::Send, Some(limit))?;
         match connect(&fd, &address) {
-            Ok(()) => return Socket::new(fd, limits.stall),
+            Ok(()) => return Ok(fd),
             // A socket whose connecting was interrupted cannot be asked again.
             Err(Errno::INTR) => {}
             // What the kernel calls it when the time is over.
@@ -78,7 +83,7 @@ fn connect_to(address: SocketAddr, limits: &Limits) -> io::Result<Socket> {
 
 /// Best effort: a kernel that refuses is slower, nothing else. For sockets that are not connected yet, and for
 /// listening ones, whose connections inherit it: one that has once had a pacing congestion control stays paced.
-fn tune(stream: impl AsFd) {
+pub fn tune(stream: impl AsFd) {
     let stream = stream.as_fd();
     // Answers are small and somebody waits for each.
     let _ = set_tcp_nodelay(stream, true);

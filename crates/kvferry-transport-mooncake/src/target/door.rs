@@ -12,6 +12,8 @@ use std::{
     time::Duration,
 };
 
+use kvferry_transport::loopback::tune;
+
 type Serve = dyn Fn(&TcpStream) + Send + Sync;
 
 pub(super) struct Door {
@@ -44,6 +46,7 @@ impl Door {
         serve: impl Fn(&TcpStream) + Send + Sync + 'static,
     ) -> io::Result<Self> {
         let listener = TcpListener::bind(address)?;
+        tune(&listener);
         let address = listener.local_addr()?;
         let (open, turned_away) = (Mutex::default(), AtomicU64::new(0));
         let shared = Arc::new(Shared { listener, limit, open, turned_away, serve: Box::new(serve) });
