@@ -234,7 +234,9 @@ fn nonsense() {
     let past = BlockSpan { address: to.address + 1, ..to };
     let write = source.engine.write(peer, from, past).unwrap();
     let error = source.end_of(write).unwrap_err().to_string();
-    assert!(error.contains("not within any registered buffer") || error.contains("rejected"), "{error}");
+    // The refusal, or that the target hung up while the rest was sent.
+    let said = ["not within any registered buffer", "rejected", "writeBody failed"];
+    assert!(said.iter().any(|said| error.contains(said)), "{error}");
     assert!(target.bytes() == vec![0; SIZE]);
     source.engine.disconnect(peer);
     assert!(source.engine.write(peer, from, to).is_err());
