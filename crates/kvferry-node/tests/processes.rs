@@ -248,22 +248,24 @@ async fn when_one_process_gives_up_all_are_told_and_the_next_request_is_served()
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_process_that_dies_takes_the_room_from_everybody() {
-    let (mut prefill, decode, peers) = split(TransportKind::Tcp);
-    let key = room(1);
-    let sending: Vec<_> = prefill.iter().map(|i| i.send(key, 100)).collect();
-    let receiving: Vec<_> = decode.iter().map(|i| i.receive_from(key, 100, peers.clone())).collect();
-    for handle in &sending {
-        handle.chunk(TokenRange::new(0, 40));
-    }
-    tokio::time::sleep(Duration::from_millis(100)).await;
-    drop(prefill.remove(1));
-    for handle in &receiving {
-        let error = within(Duration::from_secs(2), handle.outcome()).await.unwrap_err();
+    for transport in EVERY {
+        let (mut prefill, decode, peers) = split(transport);
+        let key = room(1);
+        let sending: Vec<_> = prefill.iter().map(|i| i.send(key, 100)).collect();
+        let receiving: Vec<_> = decode.iter().map(|i| i.receive_from(key, 100, peers.clone())).collect();
+        for handle in &sending {
+            handle.chunk(TokenRange::new(0, 40));
+        }
+        tokio::time::sleep(Duration::from_millis(100)).await;
+        drop(prefill.remove(1));
+        for handle in &receiving {
+            let error = within(Duration::from_secs(2), handle.outcome()).await.unwrap_err();
+            assert!(matches!(cause(&error).kind, CauseKind::Lost | CauseKind::Transport), "{error}");
+        }
+        let error = within(Duration::from_secs(2), sending[0].outcome()).await.unwrap_err();
         assert!(matches!(cause(&error).kind, CauseKind::Lost | CauseKind::Transport), "{error}");
+        quiet(&prefill[0]).await;
     }
-    let error = within(Duration::from_secs(2), sending[0].outcome()).await.unwrap_err();
-    assert!(matches!(cause(&error).kind, CauseKind::Lost | CauseKind::Transport), "{error}");
-    quiet(&prefill[0]).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
