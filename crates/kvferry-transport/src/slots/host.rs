@@ -28,6 +28,9 @@ use crate::{
     stats::add,
 };
 
+/// Landing areas of closed agents that are kept for one peer; then it gets no more slots.
+const KEPT_FOR_ONE: usize = 2;
+
 /// An agent, its landing slots and its staging. Memory is taken when a role needs it.
 #[derive(Debug)]
 pub(super) struct Era {
@@ -223,10 +226,11 @@ impl Host {
         rested.insert(peer, Rested { link, lost });
     }
 
-    /// Gives no more slots to a peer of which some were among those that a whole area was given up for: it would use up one
-    /// area after the other, and nobody else would have any.
+    /// Gives no more slots to a peer that several areas are kept for: it would use up one after the other, and nobody else
+    /// would have any.
     pub(super) fn check_peer(&self, peer: Incarnation) -> Result<(), EngineError> {
-        if !lock(&self.retired).iter().any(|bank| bank.fenced_for(peer)) {
+        let kept = lock(&self.retired).iter().filter(|bank| bank.fenced_for(peer)).count();
+        if kept < KEPT_FOR_ONE {
             return Ok(());
         }
         Err(EngineError::Failed {
@@ -236,7 +240,7 @@ impl Host {
         })
     }
 
-    /// A connection has ended that held slots. It may be the later one, and be noticed to have ended before.
+    /// A connection has ended that held slots. What the peer has said meanwhile, on a later one, is true of these too.
     pub(super) fn ended(
         &self,
         (peer, link): (Incarnation, LinkId),
