@@ -13,8 +13,9 @@ use kvferry_plan::Blame;
 use rustix::process::{Pid, Signal, kill_process};
 use serde::Deserialize;
 use tokio::{
-    io::{AsyncBufReadExt, AsyncRead, BufReader, Lines},
-    process::{ChildStdin, ChildStdout, Command},
+    io::{AsyncBufReadExt, AsyncRead, BufReader},
+    process::{ChildStdin, Command},
+    sync::oneshot,
     task::JoinHandle,
     time::timeout,
 };
@@ -46,7 +47,8 @@ pub(crate) struct Child {
     process: tokio::process::Child,
     /// Held open: its end is the sign to leave.
     stdin: Option<ChildStdin>,
-    stdout: Lines<BufReader<ChildStdout>>,
+    /// The URL in its ready line, once it has printed that.
+    announced: oneshot::Receiver<String>,
     errors: Errors,
 }
 
@@ -80,13 +82,16 @@ impl Child {
             .spawn()
             .map_err(|e| failed(e.to_string()))?;
         let stdout = process.stdout.take().ok_or_else(|| failed("it has no standard output".into()))?;
+        let (ready, announced) = oneshot::channel();
+        // Ends with the process.
+        tokio::spawn(announce(stdout, ready));
         let errors = Errors(process.stderr.take().map(|stderr| tokio::spawn(keep(stderr))));
         Ok(Self {
             role,
             instance: instance.to_owned(),
             pid: process.id().unwrap_or_default(),
             stdin: process.stdin.take(),
-            stdout: BufReader::new(stdout).lines(),
+            announced,
             process,
             errors,
         })
@@ -103,14 +108,11 @@ impl Child {
     /// Waits for the ready line; answers the URL in it.
     pub(crate) async fn ready(mut self) -> Result<(Self, String), Failure> {
         let failed = |blame, how| Failure::new(blame, format!("{} {how}", self.instance));
-        match timeout(START, self.stdout.next_line()).await {
-            Ok(Ok(Some(line))) => match serde_json::from_str::<Ready>(&line) {
-                Ok(ready) => Ok((self, ready.http)),
-                Err(e) => Err(failed(Blame::Us, format!("said {line:?} instead of its ready line: {e}"))),
-            },
+        match timeout(START, &mut self.announced).await {
+            Ok(Ok(http)) => Ok((self, http)),
             Err(_) => Err(failed(Blame::Environment, format!("was not ready within {} s", START.as_secs()))),
             // It ended: its own words say why.
-            Ok(Ok(None) | Err(_)) => {
+            Ok(Err(_)) => {
                 let status = timeout(STOP, self.process.wait()).await.ok().and_then(Result::ok);
                 let caller = status.and_then(|status| status.code()) == Some(2);
                 let words = self.errors.last().await;
@@ -192,6 +194,21 @@ fn is_log(line: &str) -> bool {
     (dated && level) || line.starts_with("{\"timestamp\"")
 }
 
+/// Tells the URL of the ready line, and reads on to the end: libraries write to standard output too (UCX what it warns of), and
+/// would wait for a reader. What they write in pieces may stand before our line.
+async fn announce(stdout: impl AsyncRead + Unpin, ready: oneshot::Sender<String>) {
+    let (mut lines, mut ready) = (BufReader::new(stdout).split(b'\n'), Some(ready));
+    while let Ok(Some(line)) = lines.next_segment().await {
+        let object = line.iter().rposition(|byte| *byte == b'{').and_then(|at| line.get(at..));
+        if let Some(Ready { http }) = object.and_then(|text| serde_json::from_slice(text).ok())
+            && let Some(ready) = ready.take()
+        {
+            // Whoever waited may have given up.
+            ready.send(http).ok();
+        }
+    }
+}
+
 async fn keep(stderr: impl AsyncRead + Unpin) -> VecDeque<String> {
     let (mut lines, mut kept) = (BufReader::new(stderr).lines(), VecDeque::new());
     while let Ok(Some(line)) = lines.next_line().await {
@@ -219,6 +236,18 @@ mod tests {
         let said = "a warning\nerror (caller): the pool\nis small\n";
         assert_eq!(last(said).await.as_deref(), Some("the pool\nis small"));
         assert_eq!(last("").await, None);
+    }
+
+    #[tokio::test]
+    async fn what_libraries_write_is_not_taken_for_the_ready_line() {
+        let announced = async |said: &'static [u8]| {
+            let (ready, announced) = oneshot::channel();
+            announce(said, ready).await;
+            announced.await
+        };
+        let said = b"[1796082742.7] UCX WARN\n\xff{\"pid\": 1}\n[a half {\"http\": \"a\"}\n line]\n{\"http\": \"b\"}\n";
+        assert_eq!(announced(said).await.unwrap(), "a");
+        assert!(announced(b"[only this]\n").await.is_err());
     }
 
     #[tokio::test]

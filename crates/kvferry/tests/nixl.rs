@@ -22,7 +22,7 @@ const COMPONENT: &str = "nixl";
 /// It runs over everything, so it needs Mooncake's engine too.
 const BENCHMARK: &str = "the_benchmark_has_it_as_a_peer_uses_it";
 
-const TESTS: [(&str, fn()); 7] = [
+const TESTS: [(&str, fn()); 8] = [
     ("every_layout_is_bit_equal", layouts),
     ("latent_rows_state_and_experts_are_bit_equal", models),
     ("a_fault_is_found_by_the_digest", fault),
@@ -30,6 +30,7 @@ const TESTS: [(&str, fn()); 7] = [
     ("who_sleeps_past_the_end_of_a_room_reaches_no_page", || late::asleep("nixl")),
     (BENCHMARK, benchmark),
     ("a_pair_uses_it_where_it_is_the_best_of_both", mixed),
+    ("what_its_library_prints_stops_nobody", talkative),
 ];
 
 fn main() -> ExitCode {
@@ -156,6 +157,15 @@ fn mixed() {
         let report = assert_proven(&kvferry(&[&TINY[..], &lists].concat()));
         assert_eq!(report["transport"], chosen, "{prefill} {decode}");
     }
+}
+
+/// UCX writes to standard output, where an instance also says that it is ready.
+fn talkative() {
+    let report = assert_proven(&finish(command(&TINY).env("UCX_LOG_LEVEL", "debug").output().unwrap()));
+    assert_eq!(report["transport"], "nixl");
+    let run = finish(command(&TINY).env("UCX_TLS", "self").output().unwrap());
+    assert_eq!(run.code, Some(1), "{}", run.all());
+    assert!(run.stderr.contains("could not start its UCX backend"), "{}", run.all());
 }
 
 /// Also where the library is there.
