@@ -129,7 +129,7 @@ pub(super) fn draw(document: &Document) -> String {
         name: format!("{}: {}", case.name, case.what),
         bars: case.ways.iter().map(bar).collect(),
     };
-    let series = ["without digests", "with digests", "as a peer uses it: a descriptor for each row or page"];
+    let series = ["without digests", "with digests", "as a peer uses it (naive)"];
     let naive = document.cases.iter().flat_map(|case| &case.ways).any(|way| way.naive);
     let note = format!("{}; {}, medians", document.machine, counted(document.rounds.into(), "round"));
     let chart = Chart {
@@ -137,7 +137,7 @@ pub(super) fn draw(document: &Document) -> String {
         note: &note,
         one: None,
         series: if naive { &series } else { &series[..2] },
-        mark: Some("its ceiling in the same run"),
+        mark: Some("its ceiling in this run"),
         groups: document.cases.iter().map(group).collect(),
     };
     chart.draw()
