@@ -148,6 +148,8 @@ impl Cause {
             CauseKind::Aborted | CauseKind::Mismatch => Blame::Caller,
             CauseKind::Unavailable | CauseKind::Link => Blame::Environment,
             CauseKind::Incompatible => Blame::PeerIncompatible,
+            // Who is here to tell it was not lost and does not hang: it is the way between the two, or too little machine.
+            CauseKind::Lost | CauseKind::Stalled if self.at == side => Blame::Environment,
             _ if self.at == side => Blame::Us,
             _ => Blame::PeerMisbehaved,
         }

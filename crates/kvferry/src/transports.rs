@@ -64,7 +64,12 @@ pub(crate) fn transports(text: &str) -> Result<Transports, String> {
 
 /// Says what everybody should know who starts one of these.
 pub(crate) fn caution<'a>(lists: impl IntoIterator<Item = &'a Transports>) {
-    if lists.into_iter().any(|list| list.0.contains(&TransportArg::Mooncake)) {
+    lists.into_iter().flat_map(|list| &list.0).for_each(|named| caution_of(*named));
+}
+
+/// The same of one transport.
+pub(crate) fn caution_of(named: TransportArg) {
+    if named == TransportArg::Mooncake {
         terminal::note(CAUTION);
     }
 }

@@ -14,7 +14,12 @@ mod phases;
 #[path = "process/sidecars.rs"]
 mod sidecars;
 
-use std::process::ExitCode;
+use std::{
+    os::unix::fs::PermissionsExt,
+    path::PathBuf,
+    process::ExitCode,
+    time::{Duration, Instant},
+};
 
 use common::{assert_proven, command, finish, kvferry};
 use kvferry_transport_mooncake::sidecar::located;
@@ -22,7 +27,7 @@ use libtest_mimic::{Arguments, Failed, Trial};
 
 const COMPONENT: &str = "mooncake";
 
-const TESTS: [(&str, fn()); 8] = [
+const TESTS: [(&str, fn()); 9] = [
     ("every_layout_is_bit_equal", layouts),
     ("latent_rows_state_and_experts_are_bit_equal", models),
     ("a_fault_is_found_by_the_digest", fault),
@@ -30,6 +35,7 @@ const TESTS: [(&str, fn()); 8] = [
     ("who_sleeps_past_the_end_of_a_room_reaches_no_page", || late::asleep("mooncake")),
     ("a_sidecar_that_is_killed_costs_its_room_only", sidecars::killed),
     ("no_sidecar_outlives_its_instance", sidecars::orphaned),
+    ("an_interpreter_may_be_a_script_that_starts_one", wrapped),
     ("a_pair_uses_it_only_where_both_want_it_most_or_have_nothing_else", mixed),
 ];
 
@@ -139,7 +145,7 @@ fn without() {
     assert!(run.code.is_some_and(|code| code != 0), "{}", run.all());
     for said in [
         "/nowhere/python3",
-        "pip install mooncake-transfer-engine-non-cuda==0.3.13.post1",
+        "pip install --no-deps mooncake-transfer-engine-non-cuda==0.3.13.post1",
         "apt-get install libibverbs1 libnuma1 libcurl4",
         "listens on all interfaces and has no authentication",
     ] {
@@ -149,4 +155,29 @@ fn without() {
     let run = finish(command(&TINY).env("KVFERRY_PYTHON", "false").output().unwrap());
     assert!(run.code.is_some_and(|code| code != 0), "{}", run.all());
     assert!(run.stderr.contains("its process has ended"), "{}", run.all());
+    // Something that never answers, and whose child keeps what it was given open.
+    let folder = tempfile::tempdir().unwrap();
+    let hangs = script(&folder, "sleep 1000; true");
+    let since = Instant::now();
+    let run = finish(command(&TINY).env("KVFERRY_PYTHON", hangs).output().unwrap());
+    assert!(since.elapsed() < Duration::from_secs(120), "{:?}", since.elapsed());
+    assert!(run.stderr.contains("Mooncake's engine could not be started"), "{}", run.all());
+}
+
+/// A program for the shell.
+fn script(folder: &tempfile::TempDir, body: &str) -> PathBuf {
+    let path = folder.path().join("python3");
+    std::fs::write(&path, format!("#!/bin/sh\n{body}\n")).unwrap();
+    std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o755)).unwrap();
+    path
+}
+
+/// An interpreter may be a script that starts one.
+fn wrapped() {
+    let folder = tempfile::tempdir().unwrap();
+    let named = std::env::var_os("KVFERRY_PYTHON").map(PathBuf::from);
+    let active = || std::env::var_os("VIRTUAL_ENV").map(|folder| PathBuf::from(folder).join("bin/python3"));
+    let python = named.or_else(active).unwrap_or_else(|| "python3".into());
+    let python = script(&folder, &format!("'{}' \"$@\"; exit $?", python.display()));
+    assert_proven(&finish(command(&TINY).env("KVFERRY_PYTHON", python).output().unwrap()));
 }

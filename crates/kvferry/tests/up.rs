@@ -127,7 +127,8 @@ fn instances_of_two_element_types_serve_when_prefill_converts() {
     assert_eq!(up.end("INT").0, Some(0));
 }
 
-/// One prefill, a decode of another host's transports, and one of this host's: each pair uses what both have.
+/// One prefill, a decode of another host's transports, and one of this host's: each pair uses what both have. That a
+/// third has nothing in common with prefill is told.
 #[test]
 fn a_mixed_cluster_gives_one_answer_over_the_transport_of_each_pair() {
     let up = Up::start(
@@ -135,12 +136,16 @@ fn a_mixed_cluster_gives_one_answer_over_the_transport_of_each_pair() {
             &["--model", "embedded:llama_tiny", "--decode", "tp=1,page=16", "--decode", "tp=2,page=8"],
             &["--prefill-transport", "shm,tcp", "--decode-transport", "tcp"][..],
             &["--decode-transport", "shm,mooncake-tcp", "--no-prefix-cache"],
+            &["--decode", "tp=1,page=8", "--decode-transport", "mooncake-tcp"],
         ]
         .concat(),
     );
     let only = "the only one that both have";
     let pair = |decode: &str, transport: &str| json!({ "prefill": "prefill-0", "decode": decode, "transport": transport, "why": only });
     assert_eq!(up.ready["pairs"], json!([pair("decode-0", "tcp"), pair("decode-1", "shm")]));
+    let refused = up.ready["refused"].as_array().unwrap();
+    assert!(refused[0].as_str().unwrap().contains("prefill-0 cannot serve decode-2: `transports` differs"));
+    assert_eq!(refused.len(), 1);
 
     let decodes = [("decode-0", "tcp"), ("decode-1", "shm")];
     let served = |instance: &str| up.get(instance, "/debug/ledger")["node"]["completed"].as_u64().unwrap();

@@ -53,9 +53,11 @@ pub(super) async fn health(State(admin): State<Arc<Admin>>) -> Response {
     let matches = snapshot.as_ref().and_then(|snapshot| snapshot.matches().ok()).unwrap_or_default();
     let instances = snapshot.as_ref().map_or(0, |snapshot| snapshot.seats.len());
     let pairs: Vec<PairHealth> = matches.into_iter().map(PairHealth::of).collect();
+    let refusals = snapshot.iter().flat_map(|snapshot| snapshot.refusals());
+    let refused: Vec<_> = refusals.map(ToString::to_string).collect();
     Json(json!({
         "status": status, "role": "router", "instance": admin.instance, "ready": state.is_ok(), "reason": state.err(),
-        "instances": instances, "pairs": pairs
+        "instances": instances, "pairs": pairs, "refused": refused
     }))
     .into_response()
 }

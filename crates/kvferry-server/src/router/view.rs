@@ -62,6 +62,11 @@ impl Snapshot {
         Err(refusal.unwrap_or_else(|| self.absent(Role::Prefill)))
     }
 
+    /// Why other pairs of instances that are there are none.
+    pub(super) fn refusals(&self) -> &[Problem] {
+        &self.refusals
+    }
+
     fn absent(&self, role: Role) -> Problem {
         let mut cause = format!("no {role} instance is there");
         let gone: Vec<_> = self

@@ -20,6 +20,7 @@ use rustix::{
     event::{PollFd, PollFlags, Timespec, poll},
     io::Errno,
     net::{Shutdown, shutdown},
+    process::{Pid, Signal, kill_process_group},
 };
 
 use super::{
@@ -262,7 +263,7 @@ impl Watch {
                 // Its end of the socket goes here, so that its own end is seen.
                 drop(command);
                 let end = self.watch(&mut child);
-                let _ = child.kill();
+                kill(&mut child);
                 let _ = child.wait();
                 end.unwrap_or_else(|| End::Failed(self.log.epitaph()))
             }
@@ -313,8 +314,10 @@ impl Watch {
                     }
                     // What it wrote last may say why.
                     Ok(None) => {
-                        let _ = child.kill();
-                        while logs && self.log.take(&mut stderr) {}
+                        kill(child);
+                        while logs && readable(&stderr) {
+                            logs = self.log.take(&mut stderr);
+                        }
                         return None;
                     }
                     Err(reason) => return Some(End::Failed(reason)),
@@ -339,11 +342,15 @@ impl Watch {
     }
 
     /// What the sidecar is ended for, if it is.
-    fn hears(&self, report: Report) -> Option<End> {
+    fn hears(&mut self, report: Report) -> Option<End> {
         let mut state = lock(&self.shared.state);
         match report {
             Report::Missing { reason } => return Some(End::Missing(reason)),
-            Report::Ready(ready) => state.ready = Some(ready),
+            Report::Ready(ready) => {
+                state.ready = Some(ready);
+                // What engines log when they start explains no end.
+                self.log.last.clear();
+            }
             Report::Registered { address } => {
                 state.registered.insert(address);
             }
@@ -375,6 +382,20 @@ impl Watch {
         self.shared.changed.notify_all();
         None
     }
+}
+
+/// Ends a process that has not been waited for, and what it has started: an interpreter may be a script that starts one.
+fn kill(child: &mut Child) {
+    if let Some(group) = i32::try_from(child.id()).ok().and_then(Pid::from_raw) {
+        let _ = kill_process_group(group, Signal::KILL);
+    }
+    let _ = child.kill();
+}
+
+/// True when something has come, or comes at once: whoever holds the other end may hold it for ever.
+fn readable(from: &ChildStderr) -> bool {
+    let wait = Timespec { tv_sec: 0, tv_nsec: 100_000_000 };
+    matches!(poll(&mut [PollFd::from_borrowed_fd(from.as_fd(), PollFlags::IN)], Some(&wait)), Ok(1))
 }
 
 /// What it logs.

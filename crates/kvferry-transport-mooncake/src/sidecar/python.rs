@@ -7,7 +7,7 @@ use kvferry_transport::slots::EngineError;
 /// The engine, in messages.
 pub(super) const NAME: &str = "Mooncake's engine";
 /// How the package is installed.
-pub const INSTALL: &str = "install it into the active virtual environment with `python3 -m pip install \
+pub const INSTALL: &str = "install it into the active virtual environment with `python3 -m pip install --no-deps \
                            mooncake-transfer-engine-non-cuda==0.3.13.post1`, and what it needs of the system with `apt-get \
                            install libibverbs1 libnuma1 libcurl4`; or name an interpreter that has it: \
                            KVFERRY_PYTHON=/path/to/python3";
@@ -49,7 +49,7 @@ pub(super) fn missing(reason: String) -> EngineError {
 /// An engine for this process.
 pub(super) fn command(tuned: Tuned) -> Command {
     let mut command = Command::new(interpreter());
-    command.args(["-c", SCRIPT, &std::process::id().to_string()]);
+    command.args(["-c", SCRIPT]);
     let seconds = |duration: Duration| duration.as_secs().to_string();
     // What a write that failed still does depends on these; and with RDMA nobody here has tried it.
     for (name, value) in [

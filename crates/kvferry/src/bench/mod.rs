@@ -28,7 +28,7 @@ pub(crate) enum BenchCommand {
     /// Medians in microseconds on one thread, over page lists that are built in. Exit status 1 when the rows that the
     /// plans expand to are not the recorded ones.
     Plan(PlanBench),
-    /// How fast `tcp` and `shm` move a cache between two layouts, as part of what the machine can do
+    /// How fast transports move a cache between two layouts, as part of what the machine can do
     ///
     /// Both ends run in this process, over their own pools. Next to each way its ceiling is measured in the same run,
     /// in turns, with the same bytes and memory: `tcp` against one raw loopback connection, `shm` against the bare

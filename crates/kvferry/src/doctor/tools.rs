@@ -158,7 +158,7 @@ fn mooncake() -> Finding {
         }
         Err(error) => error.to_string(),
     };
-    let install = "apt-get install libibverbs1 libnuma1 libcurl4 && \\\npython3 -m pip install \
+    let install = "apt-get install libibverbs1 libnuma1 libcurl4 && \\\npython3 -m pip install --no-deps \
                    mooncake-transfer-engine-non-cuda==0.3.13.post1";
     Finding::new("Mooncake", State::Info, says).remedy(install)
 }

@@ -5,6 +5,7 @@ use std::{ffi::OsString, time::Duration};
 use kvferry_plan::{Blame, LayoutSpec};
 use kvferry_registry::loopback_http;
 use kvferry_server::PairHealth;
+use serde::Deserialize;
 use serde_json::Value;
 use tokio::{
     sync::mpsc,
@@ -42,6 +43,8 @@ pub(super) struct Cluster {
     pub(super) rows: Vec<Row>,
     /// Who can serve whom, and over what.
     pub(super) pairs: Vec<PairHealth>,
+    /// Why others cannot.
+    pub(super) refused: Vec<String>,
     /// Router, instances, registry: the order in which they end.
     tiers: [Tier; 3],
     died: mpsc::Receiver<String>,
@@ -96,7 +99,7 @@ impl Cluster {
         }
         ready.sort_by(|(a, ..), (b, ..)| (b.role, &a.instance).cmp(&(a.role, &b.instance)));
         spinner.set_message("waiting for the router to find a pair");
-        let pairs = serving(&url, total).await?;
+        let Found { pairs, refused } = serving(&url, total).await?;
         spinner.finish_and_clear();
 
         let (tell, died) = mpsc::channel(1);
@@ -111,7 +114,7 @@ impl Cluster {
             let Tier { drain, keepers } = &mut tiers[tier];
             keepers.spawn(Keeper { spec, drain: drain.clone(), died: tell.clone() }.run(child));
         }
-        Ok(Self { url, rows, pairs, tiers, died })
+        Ok(Self { url, rows, pairs, refused, tiers, died })
     }
 
     /// Waits for the end of a process that cannot be kept; answers what happened.
@@ -168,8 +171,15 @@ fn taken(failure: Failure, port: u16) -> Failure {
     Failure::caller(text)
 }
 
+/// Pairs of instances, as the router's health tells them.
+#[derive(Deserialize)]
+struct Found {
+    pairs: Vec<PairHealth>,
+    refused: Vec<String>,
+}
+
 /// Waits until the router says that it can serve; the pairs that it knows then.
-async fn serving(url: &str, instances: usize) -> Result<Vec<PairHealth>, Failure> {
+async fn serving(url: &str, instances: usize) -> Result<Found, Failure> {
     let failed = |e: String| Failure::new(Blame::Environment, e);
     let http = loopback_http().and_then(|b| b.build().map_err(|e| e.to_string())).map_err(failed)?;
     let until = Instant::now() + FIND;
@@ -182,8 +192,8 @@ async fn serving(url: &str, instances: usize) -> Result<Vec<PairHealth>, Failure
                 let body = body.await.map_err(|e| failed(e.to_string()))?;
                 // It may know some of them only.
                 if body["instances"].as_u64() >= Some(instances as u64) || Instant::now() > until {
-                    let pairs = serde_json::from_value(body["pairs"].clone());
-                    return pairs.map_err(|e| failed(format!("the router's health: {e}")));
+                    return serde_json::from_value(body)
+                        .map_err(|e| failed(format!("the router's health: {e}")));
                 }
                 sleep(Duration::from_millis(50)).await;
                 continue;

@@ -36,8 +36,13 @@ pub(super) fn text(cluster: &Cluster, model: &str, ask: Ask) -> String {
     for PairHealth { prefill, decode, transport, why } in &cluster.pairs {
         over.add_row([&format!("{prefill} → {decode}"), transport, why]);
     }
+    let refused: String = cluster.refused.iter().map(|why| terminal::wrapped(why, 2) + "\n").collect();
     let asked = "# an answer, as it comes; Ctrl-C ends the cluster";
-    format!("{table}\n\n{over}\n\n{}\n{}\n", styled(Look::Dim, asked), curl(&cluster.url, model, ask))
+    format!(
+        "{table}\n\n{over}\n{refused}\n{}\n{}\n",
+        styled(Look::Dim, asked),
+        curl(&cluster.url, model, ask)
+    )
 }
 
 /// A request that the model understands. To be copied into a shell as it is.
@@ -80,8 +85,10 @@ pub(super) fn json(cluster: &Cluster, model: &str) -> Value {
         })
     };
     let processes: Vec<Value> = cluster.rows.iter().map(row).collect();
-    let (url, pairs) = (&cluster.url, &cluster.pairs);
-    json!({ "ready": true, "url": url, "model": model, "processes": processes, "pairs": pairs })
+    let Cluster { url, pairs, refused, .. } = cluster;
+    json!({
+        "ready": true, "url": url, "model": model, "processes": processes, "pairs": pairs, "refused": refused
+    })
 }
 
 #[cfg(test)]

@@ -3,7 +3,7 @@
 
 use std::{collections::BTreeSet, fs};
 
-use kvferry::server::Stage;
+use kvferry::{plan::Blame, server::Stage};
 use serde_json::Value;
 
 use crate::{
@@ -89,6 +89,8 @@ pub(crate) fn killed() {
         let problem = flight.end(&pair.fleet.runtime).unwrap_err();
         // Either side may be the first to notice: one by its engine, the other by the end of the connection.
         assert_eq!(problem.stage, Stage::HandOff, "{what}: {problem}");
+        // A router asks another pair then, which it does not when an instance has a defect.
+        assert!(!matches!(problem.blame, Blame::Us | Blame::Caller), "{what}: {problem}");
         for peer in [&pair.prefill, &pair.decode] {
             wait_for_quiet(what, peer);
         }

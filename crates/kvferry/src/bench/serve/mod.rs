@@ -26,6 +26,7 @@ use crate::{
     failure::Failure,
     model::{self, ModelRef, Progress},
     terminal,
+    transports::caution_of,
 };
 use client::{Wave, wave};
 use cluster::Cluster;
@@ -135,6 +136,7 @@ async fn measure(args: &ServeBench) -> Result<Document, Failure> {
     let widest = concurrency.iter().max().copied().unwrap_or(1);
     // Room for every prompt and answer, and for pages that are not full.
     let pool = most.max().unwrap_or(0) + widest * (max_tokens + 64);
+    caution_of(args.transport);
     let cluster = Cluster::start(&located, args.transport, pool).await?;
     let (mut cells, mut left_out, mut seed) = (Vec::new(), Vec::new(), 0);
     let rounds_of = |prompt: u32, at_once: u32| match prompt * at_once {

@@ -24,7 +24,7 @@ use super::{
     rounds::Rounds,
     write_svg,
 };
-use crate::failure::Failure;
+use crate::{args::TransportArg, failure::Failure, transports::caution_of};
 use ceilings::{FanOut, Loopback};
 use naive::{DescriptorEngine, Each, Naive};
 use report::{Document, Measured, Way};
@@ -41,8 +41,8 @@ pub(crate) struct TransferBench {
     /// How much to move
     #[arg(long, value_enum, default_value_t = Size::Full)]
     size: Size,
-    /// Which transports: kvferry's own, or also Mooncake's TCP protocol, and NVIDIA NIXL and Mooncake's engine, packed as their
-    /// transports do and naively as a peer would
+    /// Which transports: kvferry's own, or also Mooncake's TCP protocol, and NVIDIA NIXL and Mooncake's engine (which listens
+    /// on all interfaces), packed as their transports do and naively as a peer would
     #[arg(long, value_enum, default_value_t = Which::Own)]
     transport: Which,
     /// Interleaved repetitions whose medians are reported
@@ -68,6 +68,9 @@ enum Which {
 
 pub(super) fn run(args: &TransferBench) -> Result<ExitCode, Failure> {
     check_svg(args.svg.as_deref())?;
+    if args.transport == Which::All {
+        caution_of(TransportArg::Mooncake);
+    }
     let (mut cases, mut congestion) = (Vec::new(), String::new());
     let makers = [latent, heads, kimi];
     let mut under_way = Rounds::new(makers.len() as u32 * (args.rounds + 1));

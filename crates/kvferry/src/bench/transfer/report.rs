@@ -96,7 +96,7 @@ pub(super) fn show(document: &Document) {
             }
             for way in ways {
                 table.add_row([
-                    format!("  {}", way.name()),
+                    format!("  {}{}", way.name(), if way.naive { " *" } else { "" }),
                     if way.digests { "on" } else { "off" }.to_owned(),
                     way.descriptors.map_or("-".into(), |count| count.to_string()),
                     gb_per_s(way.gb_per_s),
@@ -109,6 +109,12 @@ pub(super) fn show(document: &Document) {
             column.set_cell_alignment(CellAlignment::Right);
         }
         terminal::line(table);
+    }
+    if document.cases.iter().flat_map(|case| &case.ways).any(|way| way.naive) {
+        let naive = "* the engine as a peer uses it, never as kvferry does: a descriptor for each row, or for what each target \
+                     page gets of packed rows, straight into a pool, with nothing checked. `block` is kvferry's: packed, through \
+                     landing slots, scattered; `layer` the same bytes as one descriptor a layer, nothing packed or scattered.";
+        terminal::paragraph(naive, 2);
     }
     if document.size == "small" {
         only_works("--size small");
