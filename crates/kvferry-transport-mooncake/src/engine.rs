@@ -15,7 +15,8 @@ use kvferry_transport::{
 use crate::{
     Address, Limits, MooncakeError, Notification, Target,
     memory::Registered,
-    sender::{Block, Outcomes, Sender, Thread, lock},
+    outcomes::Outcomes,
+    sender::{Block, Sender, Thread},
 };
 
 const NAME: &str = "mooncake-tcp";
@@ -100,8 +101,7 @@ impl BlockEngine for MooncakeEngine {
         let address = address.filter(|address| address.ip().is_loopback());
         let address = address.ok_or_else(|| failed("connect", "the peer gives no loopback address"))?;
         self.leaving.retain(|thread| !thread.finished());
-        let outcomes = Arc::clone(&self.outcomes);
-        let sender = Sender::start(address, &self.limits, outcomes)
+        let sender = Sender::start(address, &self.limits, self.outcomes.clone())
             .map_err(|error| failed("connect", error.to_string()))?;
         let peer = EnginePeer(self.number());
         self.peers.insert(peer, sender);
@@ -128,26 +128,20 @@ impl BlockEngine for MooncakeEngine {
         let from = Span { offset: at, len: local.len };
         let block = Block { id, buffer, from, to: Address(remote.address) };
         let sender = self.peer(peer, ACTION)?;
-        lock(&self.outcomes).insert(id, None);
+        self.outcomes.begin(id);
         if !sender.write(block) {
-            lock(&self.outcomes).remove(&id);
+            self.outcomes.forget(id);
             return Err(failed(ACTION, "its thread has ended"));
         }
         Ok(id)
     }
 
     fn poll(&mut self, write: WriteId) -> Result<Progress, EngineError> {
-        const ACTION: &str = "finish a write";
-        match lock(&self.outcomes).get(&write) {
-            Some(None) => Ok(Progress::Moving),
-            Some(Some(Ok(()))) => Ok(Progress::Settled),
-            Some(Some(Err(reason))) => Err(failed(ACTION, reason.as_str())),
-            None => Err(failed(ACTION, "it was told to forget it")),
-        }
+        self.outcomes.progress(write, NAME)
     }
 
     fn release(&mut self, write: WriteId) {
-        lock(&self.outcomes).remove(&write);
+        self.outcomes.forget(write);
     }
 
     fn writes_alone(&self) -> bool {

@@ -22,6 +22,7 @@ mod error;
 mod lane;
 mod limits;
 mod memory;
+mod outcomes;
 mod peer;
 mod sender;
 pub mod sidecar;

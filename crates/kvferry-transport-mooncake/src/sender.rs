@@ -1,7 +1,7 @@
 //! What an engine sends to one peer, on a thread of its own.
 
 use std::{
-    collections::{BTreeMap, VecDeque},
+    collections::VecDeque,
     io,
     net::SocketAddr,
     sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc},
@@ -15,11 +15,9 @@ use kvferry_transport::slots::WriteId;
 use crate::{
     Address, Description, Lane, Limits, MooncakeError, Notification, Peer,
     lane::HangUp,
+    outcomes::Outcomes,
     wire::{Request, VERSION},
 };
-
-/// How writes stand; `None` while one is under way.
-pub(crate) type Outcomes = Arc<Mutex<BTreeMap<WriteId, Option<Result<(), String>>>>>;
 
 pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
@@ -133,7 +131,7 @@ impl Sending {
             Ok(request) => self.due.push_back((*id, request)),
             Err(error) => {
                 self.lose(&error);
-                self.ended(*id, Err(error.to_string()));
+                self.outcomes.end(*id, Err(error.to_string()));
             }
         }
     }
@@ -144,21 +142,14 @@ impl Sending {
         if let Err(error) = &outcome {
             self.lose(error);
         }
-        self.ended(id, outcome.map_err(|error| error.to_string()));
+        self.outcomes.end(id, outcome.map_err(|error| error.to_string()));
     }
 
     /// The connection is gone, and with it what was due.
     fn lose(&mut self, error: &MooncakeError) {
         self.lane = None;
         for (id, _) in std::mem::take(&mut self.due) {
-            self.ended(id, Err(error.to_string()));
-        }
-    }
-
-    fn ended(&self, write: WriteId, outcome: Result<(), String>) {
-        // Nobody may want to know any more.
-        if let Some(known) = lock(&self.outcomes).get_mut(&write) {
-            *known = Some(outcome);
+            self.outcomes.end(id, Err(error.to_string()));
         }
     }
 

@@ -2,6 +2,7 @@
 
 #![allow(clippy::unwrap_used, clippy::panic, reason = "a failed unwrap is a failed test")]
 
+#[path = "../../../tests/component.rs"]
 mod component;
 mod memory;
 
@@ -15,6 +16,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use component::{Component, tests};
 use kvferry_plan::Bytes;
 use kvferry_transport_mooncake::{
     Address, Description, Lane, Limits, MooncakeError, Notification, Peer, Read, Target, Write,
@@ -41,8 +43,8 @@ const TESTS: [(&str, fn()); 6] = [
 fn main() -> ExitCode {
     let there = interpreter().map(|path| path.display().to_string());
     let there = there.map_err(|why| format!("{why}; {INSTALL}"));
-    let test = |(name, test): (&str, fn())| (name.to_owned(), Box::new(test) as Box<_>);
-    component::run(&Arguments::from_args(), &there, TESTS.map(test).into())
+    let package = Component { name: "mooncake", there, tests: tests(&TESTS) };
+    component::run(&Arguments::from_args(), vec![package], Vec::new())
 }
 
 /// A Python that has the package.

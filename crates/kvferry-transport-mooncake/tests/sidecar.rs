@@ -2,6 +2,7 @@
 
 #![allow(clippy::unwrap_used, clippy::panic, reason = "a failed unwrap is a failed test")]
 
+#[path = "../../../tests/component.rs"]
 mod component;
 
 use std::{
@@ -14,6 +15,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use component::{Component, tests};
 use kvferry_arena::Buffer;
 use kvferry_plan::Bytes;
 use kvferry_transport::{
@@ -46,7 +48,6 @@ fn main() -> ExitCode {
     }
     let mut arguments = Arguments::from_args();
     arguments.test_threads = Some(1);
-    let ours = TESTS.into_iter().map(|(name, test)| (name.to_owned(), Box::new(test) as Box<_>));
     let checks = contract::CHECKS.iter().map(|(name, check)| {
         let run = || {
             check(&begin);
@@ -54,7 +55,9 @@ fn main() -> ExitCode {
         };
         (format!("contract::{name}"), Box::new(run) as Box<_>)
     });
-    component::run(&arguments, &located().map_err(|error| error.to_string()), ours.chain(checks).collect())
+    let there = located().map_err(|error| error.to_string());
+    let tests = tests(&TESTS).into_iter().chain(checks).collect();
+    component::run(&arguments, vec![Component { name: "mooncake", there, tests }], Vec::new())
 }
 
 fn begin(setup: Setup) -> Result<Arc<dyn Transport>, TransportError> {

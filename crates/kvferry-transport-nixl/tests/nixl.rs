@@ -8,6 +8,9 @@
     reason = "a failed unwrap is a failed test"
 )]
 
+#[path = "../../../tests/component.rs"]
+mod component;
+
 use std::{
     io::{BufRead, BufReader, Write},
     path::{Path, PathBuf},
@@ -17,6 +20,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use component::{Component, tests};
 use kvferry_arena::Buffer;
 use kvferry_plan::Bytes;
 use kvferry_transport::{
@@ -24,10 +28,9 @@ use kvferry_transport::{
     slots::{BlockEngine, BlockSpan, EngineError, EnginePeer, Progress, SlotOptions},
 };
 use kvferry_transport_nixl::{NixlEngine, located, start};
-use libtest_mimic::{Arguments, Failed, Trial};
+use libtest_mimic::Arguments;
 use serde_json::{Value, json};
 
-const COMPONENT: &str = "nixl";
 const PATIENCE: Duration = Duration::from_secs(60);
 /// More than one message of any transport below.
 const SIZE: usize = 3 << 20;
@@ -57,42 +60,12 @@ fn main() -> ExitCode {
     }
     let mut arguments = Arguments::from_args();
     arguments.test_threads = Some(2);
-    let there = located();
-    let required =
-        std::env::var("KVFERRY_REQUIRE").is_ok_and(|list| list.split(',').any(|c| c.trim() == COMPONENT));
-    let missing = there.as_ref().err().map(ToString::to_string);
-    let left_out = missing.is_some() && !required;
-    let trial = |name: &str, test: Box<dyn Fn() + Send>| {
-        let missing = missing.clone();
-        let run = move || match missing {
-            Some(why) => Err(Failed::from(format!("{COMPONENT} is required: {why}"))),
-            None => {
-                test();
-                Ok(())
-            }
-        };
-        Trial::test(name, run).with_kind(COMPONENT).with_ignored_flag(left_out)
-    };
-    let checks = contract::CHECKS.iter().map(|(name, check)| {
-        trial(
-            &format!("contract::{name}"),
-            Box::new(move || {
-                check(&begin);
-            }),
-        )
-    });
-    let ours = TESTS.iter().map(|(name, test)| trial(name, Box::new(test)));
-    let trials: Vec<_> = ours.chain(checks).collect();
-    let count = trials.len();
-    let conclusion = libtest_mimic::run(&arguments, trials);
-    match &there {
-        Ok(path) => println!("components: {COMPONENT} found at {}", path.display()),
-        Err(why) => println!(
-            "components: {COMPONENT} MISSING, {count} tests {} ({why}; KVFERRY_REQUIRE={COMPONENT} makes this a failure)",
-            if required { "failed" } else { "left out" }
-        ),
-    }
-    conclusion.exit_code()
+    let there = located().map(|path| path.display().to_string()).map_err(|error| error.to_string());
+    let checks = contract::CHECKS
+        .iter()
+        .map(|(name, check)| (format!("contract::{name}"), Box::new(|| check(&begin)) as Box<_>));
+    let tests = tests(&TESTS).into_iter().chain(checks).collect();
+    component::run(&arguments, vec![Component { name: "nixl", there, tests }], Vec::new())
 }
 
 fn begin(setup: Setup) -> Result<Arc<dyn Transport>, TransportError> {

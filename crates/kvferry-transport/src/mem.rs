@@ -161,7 +161,7 @@ struct ToMem {
 }
 
 impl Sink for ToMem {
-    fn stage(&mut self, len: Bytes, _: Bytes, _: &Stop) -> Result<PackedMut<'_>, TransportError> {
+    fn stage(&mut self, len: Bytes, _: &Stop) -> Result<PackedMut<'_>, TransportError> {
         self.stage.resize(len.index(), 0);
         Ok(self.stage.as_mut_slice().into())
     }

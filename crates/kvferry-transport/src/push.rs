@@ -32,8 +32,8 @@ pub(crate) trait Sink {
     fn turn(&self) -> (Bytes, Bytes) {
         (TURN, Bytes(MAX_PAYLOAD))
     }
-    /// Memory for the `len` bytes of the next turn, behind which turns with `left` bytes come.
-    fn stage(&mut self, len: Bytes, left: Bytes, stop: &Stop) -> Result<PackedMut<'_>, TransportError>;
+    /// Memory for the `len` bytes of the next turn.
+    fn stage(&mut self, len: Bytes, stop: &Stop) -> Result<PackedMut<'_>, TransportError>;
     /// Sends the frames that lie there.
     fn send(&mut self, frames: &[Frame], stop: &Stop) -> Result<(), TransportError>;
     /// Says that a leg is complete, and returns the ticket under which the target will answer; tickets ascend.
@@ -52,15 +52,12 @@ pub(crate) fn push(
 ) -> Result<Vec<LegReport>, TransportError> {
     let started = Instant::now();
     let mut outs: Vec<_> = job.legs.iter().map(|leg| Out::new(job, leg)).collect();
-    let mut left: u64 = job.legs.iter().map(|leg| leg.plan.bytes().0).sum();
     loop {
         stop.check()?;
         let (usual, most) = sink.turn();
         let frames = turn(&outs, usual, most)?;
         let Some(last) = frames.last() else { break };
-        let len = last.at.end as u64;
-        left = left.saturating_sub(len);
-        let into = sink.stage(Bytes(len), Bytes(left), stop)?;
+        let into = sink.stage(Bytes(last.at.end as u64), stop)?;
         gather(&mut outs, &frames, into, job, arena)?;
         sink.send(&frames, stop)?;
     }

@@ -1,23 +1,23 @@
 //! The demo on SmolLM2. Without the model these tests are named in the summary as left out; with
 //! `KVFERRY_REQUIRE=smollm2` they fail.
 
-#![allow(clippy::unwrap_used, clippy::panic, clippy::print_stdout)]
+#![allow(clippy::unwrap_used, clippy::panic)]
 
 mod common;
+#[path = "../../../tests/component.rs"]
+mod component;
 
 use std::process::ExitCode;
 
 use common::{assert_proven, ids_file, kvferry};
-use libtest_mimic::{Arguments, Failed, Trial};
+use component::{Component, tests};
+use libtest_mimic::Arguments;
 use serde_json::Value;
 
-const COMPONENT: &str = "smollm2";
 /// Of SmolLM2.
 const VOCABULARY: u32 = 49_152;
 
-type Test = fn();
-
-const TESTS: [(&str, Test); 5] = [
+const TESTS: [(&str, fn()); 5] = [
     ("the_default_demo_proves_equal_on_both_transports", default_demo),
     ("mla_to_dcp4_is_bit_equal_on_both_transports", mla_dcp4),
     ("page_sizes_that_do_not_divide_are_bit_equal_on_both_transports", pages),
@@ -29,36 +29,13 @@ fn main() -> ExitCode {
     let mut arguments = Arguments::from_args();
     // Each demo keeps every core busy and holds the model three times.
     arguments.test_threads = Some(1);
-    let there = kvferry(&["model", "path", COMPONENT]);
-    let found = there.code == Some(0);
-    let required =
-        std::env::var("KVFERRY_REQUIRE").is_ok_and(|list| list.split(',').any(|c| c.trim() == COMPONENT));
-    let trials = TESTS
-        .into_iter()
-        .map(|(name, test)| {
-            let missing = there.stderr.trim().to_owned();
-            let trial = Trial::test(name, move || {
-                if !found {
-                    return Err(Failed::from(format!("{COMPONENT} is required and missing: {missing}")));
-                }
-                test();
-                Ok(())
-            });
-            trial.with_kind(COMPONENT).with_ignored_flag(!found && !required)
-        })
-        .collect();
-    let conclusion = libtest_mimic::run(&arguments, trials);
-    if found {
-        println!("components: {COMPONENT} found at {}", there.stdout.trim());
-    } else {
-        println!(
-            "components: {COMPONENT} MISSING, {} tests {} (get it with `kvferry model pull`; KVFERRY_REQUIRE={COMPONENT} \
-             makes this a failure)",
-            TESTS.len(),
-            if required { "failed" } else { "left out" }
-        );
-    }
-    conclusion.exit_code()
+    let path = kvferry(&["model", "path", "smollm2"]);
+    let there = match path.code {
+        Some(0) => Ok(path.stdout.trim().to_owned()),
+        _ => Err(format!("{}; get it with `kvferry model pull`", path.stderr.trim())),
+    };
+    let model = Component { name: "smollm2", there, tests: tests(&TESTS) };
+    component::run(&arguments, vec![model], Vec::new())
 }
 
 fn demo(args: &[&str]) -> Value {

@@ -17,12 +17,10 @@ use serde::{Deserialize, Serialize};
 use super::{
     packets::Order,
     process::{Sidecar, failed, hex},
+    python::NAME,
     python::Tuned,
 };
-use crate::{
-    Address,
-    sender::{Outcomes, lock},
-};
+use crate::{Address, outcomes::Outcomes};
 
 /// Addresses are in this part of an address space, where processes have nothing by themselves.
 const FIRST: u64 = 1 << 44;
@@ -251,17 +249,11 @@ impl BlockEngine for SidecarEngine {
     }
 
     fn poll(&mut self, write: WriteId) -> Result<Progress, EngineError> {
-        const ACTION: &str = "finish a write";
-        match lock(&self.outcomes).get(&write) {
-            Some(None) => Ok(Progress::Moving),
-            Some(Some(Ok(()))) => Ok(Progress::Settled),
-            Some(Some(Err(reason))) => Err(failed(ACTION, reason.as_str())),
-            None => Err(failed(ACTION, "it was told to forget it")),
-        }
+        self.outcomes.progress(write, NAME)
     }
 
     fn release(&mut self, write: WriteId) {
-        lock(&self.outcomes).remove(&write);
+        self.outcomes.forget(write);
     }
 
     fn writes_alone(&self) -> bool {

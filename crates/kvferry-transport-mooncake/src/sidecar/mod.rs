@@ -30,7 +30,7 @@ use kvferry_transport::{
 pub use engine::SidecarEngine;
 pub use python::{INSTALL, Tuned};
 
-use crate::sender::Outcomes;
+use crate::outcomes::Outcomes;
 
 /// What everybody should know who uses it.
 pub const CAUTION: &str = "the engine of `--transport mooncake` listens on all interfaces and has no authentication: who reaches \

@@ -27,10 +27,7 @@ use super::{
     packets::{self, Order, Ready, Report},
     python::{self, GIVEN_UP, NAME, Tuned},
 };
-use crate::{
-    Address,
-    sender::{Outcomes, lock},
-};
+use crate::{Address, outcomes::Outcomes, sender::lock};
 
 /// For Python to load the package, and to answer.
 const ANSWER: Duration = Duration::from_secs(30);
@@ -89,11 +86,8 @@ impl Sidecar {
         let failed = |error: String| failed("be started", error);
         let (socket, theirs) = packets::pair().map_err(|error| failed(error.to_string()))?;
         let socket = Arc::new(socket);
-        let shared = Arc::new(Shared {
-            state: Mutex::default(),
-            changed: Condvar::new(),
-            outcomes: Arc::clone(outcomes),
-        });
+        let shared =
+            Arc::new(Shared { state: Mutex::default(), changed: Condvar::new(), outcomes: outcomes.clone() });
         let watch =
             Watch { tuned, socket: Arc::clone(&socket), shared: Arc::clone(&shared), log: Log::default() };
         // The kernel ends the process with the thread that starts it.
@@ -139,7 +133,7 @@ impl Sidecar {
             return Err(end.error("write"));
         }
         state.moving.insert(id, Instant::now());
-        lock(&self.shared.outcomes).insert(id, None);
+        self.shared.outcomes.begin(id);
         drop(state);
         // One that cannot be told has ended, or is about to, and the outcome says so.
         let _ = self.tell("write", order, with);
@@ -272,14 +266,11 @@ impl Watch {
             }
         };
         let mut state = lock(&self.shared.state);
-        let mut outcomes = lock(&self.shared.outcomes);
         let reason = match &end {
             End::Missing(reason) | End::Failed(reason) => reason,
         };
         for id in std::mem::take(&mut state.moving).keys() {
-            if let Some(known) = outcomes.get_mut(id) {
-                *known = Some(Err(reason.clone()));
-            }
+            self.shared.outcomes.end(*id, Err(reason.clone()));
         }
         state.ended = Some(end);
         self.shared.changed.notify_all();
@@ -360,12 +351,9 @@ impl Watch {
                 state.heard.extend(messages.iter().filter_map(|text| unhex(text)).take(room));
             }
             Report::Settled { ids } => {
-                let mut outcomes = lock(&self.shared.outcomes);
                 for id in ids.into_iter().map(WriteId) {
-                    if state.moving.remove(&id).is_some()
-                        && let Some(known) = outcomes.get_mut(&id)
-                    {
-                        *known = Some(Ok(()));
+                    if state.moving.remove(&id).is_some() {
+                        self.shared.outcomes.end(id, Ok(()));
                     }
                 }
                 if state.leaving && state.moving.is_empty() {

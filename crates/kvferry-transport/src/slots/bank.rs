@@ -103,7 +103,8 @@ impl Bank {
         Self { era, buffer, span, each, gate, state, freed: Condvar::new(), counters: Arc::clone(counters) }
     }
 
-    /// A slot for a peer, on a connection. Who has none waits for as long as `wait`; who has some gets another one only when nobody waits.
+    /// A slot for a peer, on a connection. Who has none waits for as long as `wait`; who has some gets another one only when
+    /// nobody waits.
     pub(super) fn take(&self, by: (Incarnation, LinkId), has_some: bool, wait: Duration) -> Taken {
         let mut state = lock(&self.state);
         if !has_some && !state.closed && self.free(&mut state).is_none() {

@@ -38,9 +38,6 @@ use crate::{
 /// Between two looks at whether a link is to stop.
 const LOOK: Duration = Duration::from_millis(10);
 
-/// Blocks that are reserved, and slots asked for, beyond the one that is packed.
-const AHEAD: u64 = 2;
-
 /// Makes the way through the engines, both ways, and starts the link's thread.
 pub(super) fn open(
     socket: Socket,
@@ -81,7 +78,6 @@ pub(super) fn open(
         remote,
         bell,
         staged: None,
-        reserved: VecDeque::new(),
         flights: VecDeque::new(),
         slots: VecDeque::new(),
         asked: 0,
@@ -178,8 +174,6 @@ struct Outbound {
     bell: Arc<Bell>,
     /// The block that is packed.
     staged: Option<Block>,
-    /// Blocks for what is packed after it.
-    reserved: VecDeque<Block>,
     flights: VecDeque<Sent>,
     /// Granted and not used.
     slots: VecDeque<SlotRef>,
@@ -224,7 +218,6 @@ impl Work for Outbound {
     /// After a job that failed: slots go back as soon as nothing is on its way to them.
     fn rest(&mut self, stop: &Stop) {
         self.staged = None;
-        self.reserved.clear();
         for sent in &mut self.flights {
             sent.frames = None;
         }
@@ -383,23 +376,13 @@ impl Sink for Outbound {
         (block, block)
     }
 
-    fn stage(&mut self, len: Bytes, left: Bytes, stop: &Stop) -> Result<PackedMut<'_>, TransportError> {
+    fn stage(&mut self, len: Bytes, stop: &Stop) -> Result<PackedMut<'_>, TransportError> {
         let window = self.host.options.window as usize;
         self.until(stop, |link| link.flights.len() < window)?;
-        let block = match self.reserved.pop_front() {
-            Some(block) => block,
-            None => self.block(stop)?,
-        };
-        // Turns that are certain to come: none is longer than a block.
-        let certain = left.0.div_ceil(self.turn().1.0.max(1)).min(AHEAD) as usize;
-        let ahead = certain.min(window.saturating_sub(self.flights.len() + 1));
-        while self.reserved.len() < ahead {
-            let Some(block) = self.host.block(&self.era, Duration::ZERO)? else { break };
-            self.reserved.push_back(block);
-        }
-        // Slots are granted while blocks are packed. Only who has a block asks for a slot: nobody may hold a slot and wait for
-        // a block while others hold the blocks and wait for slots.
-        while self.slots.len() + (self.asked as usize) < 1 + self.reserved.len() {
+        let block = self.block(stop)?;
+        // The slot is granted while the block is packed. Only who has a block asks for one: nobody may hold a slot and wait
+        // for a block while others hold the blocks and wait for slots.
+        if self.slots.is_empty() && self.asked == 0 {
             self.say(&Request::Ask)?;
             self.asked += 1;
         }

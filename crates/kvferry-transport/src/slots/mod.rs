@@ -47,7 +47,7 @@ pub struct SlotOptions {
     pub slots: u32,
     /// Blocks that are packed or on their way, over all links. Taken with the first job.
     pub staging: u32,
-    /// Blocks of one link that are packed or on their way, or for which it asks for a slot already.
+    /// Blocks of one link that are on their way.
     pub window: u32,
     /// Landing memory of closed agents that is kept at most, because somebody may still write it.
     pub kept: u32,

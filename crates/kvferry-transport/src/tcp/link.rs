@@ -105,7 +105,7 @@ impl ToTcp {
 }
 
 impl Sink for ToTcp {
-    fn stage(&mut self, len: Bytes, _: Bytes, _: &Stop) -> Result<PackedMut<'_>, TransportError> {
+    fn stage(&mut self, len: Bytes, _: &Stop) -> Result<PackedMut<'_>, TransportError> {
         if self.stage.len() < len.index() {
             self.stage.resize(len.index(), 0);
         }
