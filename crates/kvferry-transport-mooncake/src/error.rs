@@ -45,6 +45,17 @@ pub enum MooncakeError {
         /// How long.
         waited: Duration,
     },
+    /// It listens and answers, but has not said what it has.
+    #[error(
+        "Mooncake peer {peer} listens, but has had nothing to describe for {waited:?}: see in its log whether it still \
+         starts, and try again when it has started"
+    )]
+    NotReady {
+        /// Its address.
+        peer: SocketAddr,
+        /// How long it was asked.
+        waited: Duration,
+    },
     /// It said something that is not of the protocol.
     #[error("{peer} does not speak Mooncake's TCP protocol: {reason}")]
     Protocol {
@@ -100,9 +111,11 @@ impl MooncakeError {
             Self::NotLoopback { .. } | Self::Closed { .. } | Self::Refused { .. } => Blame::Caller,
             Self::Listen { .. } => Blame::Environment,
             Self::Version { .. } => Blame::PeerIncompatible,
-            Self::Gone { .. } | Self::Stalled { .. } | Self::Protocol { .. } | Self::Rejected { .. } => {
-                Blame::PeerMisbehaved
-            }
+            Self::Gone { .. }
+            | Self::Stalled { .. }
+            | Self::NotReady { .. }
+            | Self::Protocol { .. }
+            | Self::Rejected { .. } => Blame::PeerMisbehaved,
         }
     }
 }

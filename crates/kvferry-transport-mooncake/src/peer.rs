@@ -3,7 +3,8 @@
 use std::{
     io::Write,
     net::{SocketAddr, TcpStream},
-    time::Instant,
+    thread,
+    time::{Duration, Instant},
 };
 
 use serde::Serialize;
@@ -12,6 +13,9 @@ use crate::{
     Description, Lane, Limits, MooncakeError, Notification, stream,
     wire::{self, Alive, Kind, VERSION},
 };
+
+/// Before an engine that is starting is asked again.
+const PAUSE: Duration = Duration::from_millis(10);
 
 /// A peer, by the address of its control port. Nothing is held open: each message has a connection of its own.
 #[derive(Clone, Debug)]
@@ -39,13 +43,25 @@ impl Peer {
         self.control
     }
 
-    /// Asks what it has. `ours` is what it is told of us; engines do not look at it.
+    /// Asks what it has. `ours` is what it is told of us; engines do not look at it. An engine that has only just opened its
+    /// port says `null` and is asked again, for as long as a connection may take to be made.
     ///
     /// # Errors
-    /// [`MooncakeError::Version`] for an engine whose writes are not acknowledged, and those of a connection.
+    /// [`MooncakeError::Version`] for an engine whose writes are not acknowledged, [`MooncakeError::NotReady`] for one that
+    /// never says more than `null`, and those of a connection.
     pub fn metadata(&self, ours: &Description) -> Result<Description, MooncakeError> {
-        let answer = self.ask(Kind::Metadata, &ours.to_json())?;
-        let theirs = Description::parse(&answer).map_err(|reason| self.protocol(reason))?;
+        let ours = ours.to_json();
+        let deadline = Instant::now() + self.limits.connect;
+        let theirs = loop {
+            let answer = self.ask(Kind::Metadata, &ours)?;
+            if let Some(theirs) = Description::parse(&answer).map_err(|reason| self.protocol(reason))? {
+                break theirs;
+            }
+            if Instant::now() + PAUSE >= deadline {
+                return Err(MooncakeError::NotReady { peer: self.control, waited: self.limits.connect });
+            }
+            thread::sleep(PAUSE);
+        };
         if theirs.version < VERSION {
             return Err(MooncakeError::Version { peer: self.control, found: theirs.version });
         }

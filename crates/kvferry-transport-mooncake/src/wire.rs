@@ -148,11 +148,14 @@ impl Description {
         }
     }
 
-    /// What somebody says of himself, or what is wrong with it.
-    pub(crate) fn parse(bytes: &[u8]) -> Result<Self, String> {
-        let described: Described =
+    /// What somebody says of himself, if anything yet, or what is wrong with it.
+    pub(crate) fn parse(bytes: &[u8]) -> Result<Option<Self>, String> {
+        let described: Option<Described> =
             serde_json::from_slice(bytes).map_err(|error| format!("its description is damaged: {error}"))?;
-        let Described { name, protocol, tcp_data_port, tcp_proto_version, buffers, .. } = described;
+        let Some(Described { name, protocol, tcp_data_port, tcp_proto_version, buffers, .. }) = described
+        else {
+            return Ok(None);
+        };
         if protocol != "tcp" {
             let shown: String = protocol.chars().take(32).collect();
             return Err(format!("its memory is reached by `{shown}`, not by `tcp`"));
@@ -168,7 +171,7 @@ impl Description {
             .map(|buffer| Region { address: buffer.addr, len: Bytes(buffer.length) })
             .filter(|region| region.len.0 > 0 && region.address.0.checked_add(region.len.0).is_some())
             .collect();
-        Ok(Self { name, data_port: tcp_data_port, version: tcp_proto_version, regions })
+        Ok(Some(Self { name, data_port: tcp_data_port, version: tcp_proto_version, regions }))
     }
 }
 
@@ -342,7 +345,7 @@ mod tests {
             let (len, rest) = bytes.split_first_chunk::<8>().unwrap();
             prop_assert_eq!(message_len(*len), Some(rest.len()));
             let (kind, json) = open(rest).unwrap();
-            prop_assert_eq!((kind, Description::parse(json)), (Kind::Metadata, Ok(sent)));
+            prop_assert_eq!((kind, Description::parse(json)), (Kind::Metadata, Ok(Some(sent))));
             let note = Notification { name, message: text };
             let bytes = message(Kind::Notify, &note);
             let (kind, json) = open(&bytes[8..]).unwrap();
@@ -403,12 +406,13 @@ mod tests {
             version: 2,
             regions: vec![region],
         };
-        assert_eq!(Description::parse(said), Ok(expected));
+        assert_eq!(Description::parse(said), Ok(Some(expected)));
         let old = br#"{"name":"a","protocol":"tcp","tcp_data_port":1,"buffers":[]}"#;
-        assert_eq!(Description::parse(old).unwrap().version, 1);
+        assert_eq!(Description::parse(old).unwrap().unwrap().version, 1);
         let rdma = Description::parse(br#"{"name":"a","protocol":"rdma"}"#).unwrap_err();
         assert_eq!(rdma, "its memory is reached by `rdma`, not by `tcp`");
         assert!(Description::parse(br#"{"protocol":"tcp","buffers":[]}"#).is_err());
+        assert_eq!(Description::parse(b"null\n"), Ok(None));
     }
 
     #[test]

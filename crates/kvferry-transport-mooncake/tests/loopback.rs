@@ -215,18 +215,20 @@ fn a_hanging_target_is_given_up() {
     }
 }
 
-/// Answers one control message with these bytes.
-fn answering(answer: Vec<u8>) -> SocketAddr {
+/// Answers one control message with each of these.
+fn answering(answers: impl IntoIterator<Item = Vec<u8>> + Send + 'static) -> SocketAddr {
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
     let address = listener.local_addr().unwrap();
     thread::spawn(move || {
-        let (mut stream, _) = listener.accept().unwrap();
-        let mut len = [0; 8];
-        stream.read_exact(&mut len).unwrap();
-        let mut rest = vec![0; u64::from_le_bytes(len) as usize];
-        stream.read_exact(&mut rest).unwrap();
-        // The other end may have had enough.
-        let _ = stream.write_all(&answer);
+        for answer in answers {
+            let (mut stream, _) = listener.accept().unwrap();
+            let mut len = [0; 8];
+            stream.read_exact(&mut len).unwrap();
+            let mut rest = vec![0; u64::from_le_bytes(len) as usize];
+            stream.read_exact(&mut rest).unwrap();
+            // The other end may have had enough.
+            let _ = stream.write_all(&answer);
+        }
     });
     address
 }
@@ -254,10 +256,26 @@ fn odd_answers_are_named() {
         (vec![1, 2], "is gone"),
         (vec![], "is gone"),
     ] {
-        let peer = Peer::new(answering(answer), limits()).unwrap();
+        let peer = Peer::new(answering([answer]), limits()).unwrap();
         let error = peer.metadata(&us()).unwrap_err().to_string();
         assert!(error.contains(said), "{error}");
     }
+}
+
+/// An engine listens before it can say what it has: it is asked again, but not for ever.
+#[test]
+fn an_engine_that_starts_is_asked_again() {
+    let null = || message(1, "null\n");
+    let ready = r#"{"name":"a","protocol":"tcp","tcp_data_port":9,"tcp_proto_version":2,"buffers":[]}"#;
+    let peer = Peer::new(answering([null(), null(), message(1, ready)]), limits()).unwrap();
+    assert_eq!(peer.metadata(&us()).unwrap().data_port, 9);
+    let limits = Limits { connect: Duration::from_secs(1), ..limits() };
+    let peer = Peer::new(answering(std::iter::repeat_with(null)), limits).unwrap();
+    let since = Instant::now();
+    let never = peer.metadata(&us()).unwrap_err();
+    assert!(matches!(never, MooncakeError::NotReady { .. }), "{never}");
+    assert_eq!(never.blame(), Blame::PeerMisbehaved);
+    assert!(since.elapsed() < Duration::from_secs(10));
 }
 
 #[test]
