@@ -216,7 +216,7 @@ async fn when_one_process_gives_up_all_are_told_and_the_next_request_is_served()
                 }
                 causes
             };
-            let causes = within(Duration::from_secs(2), all).await;
+            let causes = within(BOUND, all).await;
             assert!(causes.iter().all(|c| *c == causes[0]), "{transport}: {causes:?}");
             assert_eq!(causes[0].kind, CauseKind::Aborted);
         }
@@ -259,10 +259,10 @@ async fn a_process_that_dies_takes_the_room_from_everybody() {
         tokio::time::sleep(Duration::from_millis(100)).await;
         drop(prefill.remove(1));
         for handle in &receiving {
-            let error = within(Duration::from_secs(2), handle.outcome()).await.unwrap_err();
+            let error = within(BOUND, handle.outcome()).await.unwrap_err();
             assert!(matches!(cause(&error).kind, CauseKind::Lost | CauseKind::Transport), "{error}");
         }
-        let error = within(Duration::from_secs(2), sending[0].outcome()).await.unwrap_err();
+        let error = within(BOUND, sending[0].outcome()).await.unwrap_err();
         assert!(matches!(cause(&error).kind, CauseKind::Lost | CauseKind::Transport), "{error}");
         quiet(&prefill[0]).await;
     }

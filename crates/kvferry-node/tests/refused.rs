@@ -414,9 +414,6 @@ async fn what_is_not_built_is_refused_on_every_rank_of_both_sides() {
     }
 }
 
-/// Far below the limit for a reader to come.
-const BOUND: Duration = Duration::from_secs(4);
-
 /// Decode was told an old address: whoever answers there now has the room, and hears that it will not be asked for.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_room_at_a_restarted_prefill_ends_when_decode_asks_for_the_old_one() {

@@ -29,7 +29,7 @@ const PATIENCE: Duration = Duration::from_secs(30);
 const GENERATION: Generation = Generation(1);
 
 fn limits() -> Limits {
-    Limits { stall: Duration::from_millis(300), ..Limits::default() }
+    Limits { stall: Duration::from_secs(1), ..Limits::default() }
 }
 
 fn source(n: u64) -> Incarnation {

@@ -295,6 +295,9 @@ pub fn room(n: u128) -> RoomKey {
 }
 
 /// Waits, but not for ever.
+/// Of what is told, and not found out by waiting: far below the limits of a room.
+pub const BOUND: Duration = Duration::from_secs(4);
+
 pub async fn soon<T>(what: impl Future<Output = T>) -> T {
     within(Duration::from_secs(20), what).await
 }
