@@ -294,10 +294,10 @@ pub fn room(n: u128) -> RoomKey {
     RoomKey { room: RoomId(n), attempt: Attempt(1) }
 }
 
-/// Waits, but not for ever.
 /// Of what is told, and not found out by waiting: far below the limits of a room.
 pub const BOUND: Duration = Duration::from_secs(4);
 
+/// Waits, but not for ever.
 pub async fn soon<T>(what: impl Future<Output = T>) -> T {
     within(Duration::from_secs(20), what).await
 }
